@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,12 +40,37 @@ class Attending(nn.Module):
         return x + torch.softmax(self.query(x) @ x.T, -1) @ x
 
 
-class Centred(nn.Module):
-    """A statistic of the batch that no layer of torch's takes."""
+class Applied(nn.Module):
+    """A function of all samples, without parameters."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Subtract the mean of all samples."""
-        return x - x.mean(0)
+        """Apply it."""
+        return self.function(x)
+
+
+def centred() -> nn.Module:
+    """A statistic of the batch that no layer of torch's takes."""
+    return Applied(lambda x: x - x.mean(0))
+
+
+def noisy() -> nn.Module:
+    """Random numbers that are no dropout, in training mode and out of it."""
+    return Applied(lambda x: x + torch.randn_like(x))
+
+
+def drawing() -> nn.Module:
+    """A random number of Python's, which no operation shows."""
+    return Applied(lambda x: x * random.random())  # noqa: S311 - no secret
+
+
+def restless() -> nn.Module:
+    """Something that no random state can repeat; from the same beginning for each, so that a test is the same again."""
+    outside = random.Random(0)  # noqa: S311 - not for secrets
+    return Applied(lambda x: x + 1e-3 * outside.random())
 
 
 class Fading(nn.Module):
@@ -61,42 +87,6 @@ class Fading(nn.Module):
         found = x * self.scale
         self.scale = self.scale * 0.5
         return found
-
-
-class Counting(nn.Module):
-    """A number kept beside the buffers, that grows with every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale by the number of calls."""
-        self.calls += 1
-        return x * self.calls
-
-
-class Noisy(nn.Module):
-    """Random numbers that are no dropout, in training mode and out of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add noise."""
-        return x + torch.randn_like(x)
-
-
-_OUTSIDE = random.Random(0)  # noqa: S311 - not for secrets; nobody knows of it, and so nobody puts it back
-
-
-class Restless(nn.Module):
-    """Something that no random state can repeat; from the same beginning for each, so that a test is the same again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _OUTSIDE.seed(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add a little from outside."""
-        return x + 1e-3 * _OUTSIDE.random()
 
 
 class WithAux(nn.Module):
@@ -171,91 +161,64 @@ def two_counts(model: Any, batch: Batch) -> Tensor:
 # In the loop.
 
 
-def by_samples(loss: Loss) -> Window:
-    """Weigh by samples: right for a mean over samples."""
-
-    def train_window(model: Any, micro_batches: list[Batch]) -> None:
-        total = sum(len(labels) for _, labels in micro_batches)
-        for batch in micro_batches:
-            (loss(model, batch) * len(batch[1]) / total).backward()
-
-    return train_window
+Step = Callable[[Any, torch.optim.Optimizer], object]
 
 
-def scaled(loss: Loss, factor: Callable[[int], float]) -> Window:
-    """Weigh all alike: by 1/n as the textbooks do, by 1, by 1/n twice."""
+def by_samples(
+    loss: Loss = mean,
+    *,
+    weigh: Callable[[int, int, int], float] = lambda size, total, number: size / total,  # noqa: ARG005
+    chosen: slice = slice(None),
+    before: Step = lambda model, optimizer: None,  # noqa: ARG005
+    after: Step = lambda model, optimizer: None,  # noqa: ARG005
+    end: Step = lambda model, optimizer: None,  # noqa: ARG005
+) -> Window:
+    """Weigh by samples, which is right for a mean over samples; or go wrong in one of these ways.
 
-    def train_window(model: Any, micro_batches: list[Batch]) -> None:
-        for batch in micro_batches:
-            (loss(model, batch) * factor(len(micro_batches))).backward()
-
-    return train_window
-
-
-def textbook(loss: Loss) -> Window:
-    """Divide by the number of micro-batches."""
-    return scaled(loss, lambda number: 1 / number)
-
-
-def undivided(loss: Loss) -> Window:
-    """Forget to."""
-    return scaled(loss, lambda _: 1.0)
-
-
-def divided_twice(loss: Loss) -> Window:
-    """Do it once too often."""
-    return scaled(loss, lambda number: 1 / number**2)
-
-
-def without_last(loss: Loss) -> Window:
-    """Leave the last micro-batch out."""
-
-    def train_window(model: Any, micro_batches: list[Batch]) -> None:
-        total = sum(len(labels) for _, labels in micro_batches)
-        for batch in micro_batches[:-1]:
-            (loss(model, batch) * len(batch[1]) / total).backward()
-
-    return train_window
-
-
-def zeroing(loss: Loss) -> Window:
-    """Clear the gradients before each backward."""
-
-    def train_window(model: Any, micro_batches: list[Batch]) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        total = sum(len(labels) for _, labels in micro_batches)
-        for batch in micro_batches:
-            optimizer.zero_grad()
-            (loss(model, batch) * len(batch[1]) / total).backward()
-        optimizer.step()
-
-    return train_window
-
-
-def stepping(loss: Loss) -> Window:
-    """Step after each backward."""
+    Args:
+        loss: of the model and a micro-batch.
+        weigh: the weight of a micro-batch, from its samples, those of the window and the number of micro-batches.
+        chosen: the micro-batches that are trained.
+        before: called before each backward.
+        after: called after each backward.
+        end: called at the end.
+    """
 
     def train_window(model: Any, micro_batches: list[Batch]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        total = sum(len(labels) for _, labels in micro_batches)
-        for batch in micro_batches:
-            (loss(model, batch) * len(batch[1]) / total).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        total, number = sum(len(labels) for _, labels in micro_batches), len(micro_batches)
+        for batch in micro_batches[chosen]:
+            before(model, optimizer)
+            (loss(model, batch) * weigh(len(batch[1]), total, number)).backward()
+            after(model, optimizer)
+        end(model, optimizer)
 
     return train_window
 
 
-def clipping(loss: Loss) -> Window:
-    """Clip after each backward."""
+def step(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step."""
+    optimizer.step()
 
-    def train_window(model: Any, micro_batches: list[Batch]) -> None:
-        total = sum(len(labels) for _, labels in micro_batches)
-        for batch in micro_batches:
-            (loss(model, batch) * len(batch[1]) / total).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
-    return train_window
+def step_and_clear(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step, and clear gradients."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clip(model: Any, _: torch.optim.Optimizer) -> None:
+    """Clip the norm."""
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+textbook = partial(by_samples, weigh=lambda _size, _total, number: 1 / number)
+undivided = partial(by_samples, weigh=lambda _size, _total, _number: 1.0)
+divided_twice = partial(by_samples, weigh=lambda _size, _total, number: 1 / number**2)
+without_last = partial(by_samples, chosen=slice(-1))
+zeroing = partial(by_samples, before=lambda _, optimizer: optimizer.zero_grad(), end=step)
+stepping = partial(by_samples, after=step_and_clear)
+clipping = partial(by_samples, after=clip)
 
 
 def penalty_each_time(model: Any, micro_batches: list[Batch]) -> None:

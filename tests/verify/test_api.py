@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,42 +26,44 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def test_several_models() -> None:
-    """As loss_fn takes them; parameters are named by the model's number."""
-
-    def loss_fn(both: list[nn.Module], batch: Batch) -> Tensor:
-        return F.cross_entropy(both[1](both[0](batch[0])), batch[1])
-
-    found = verify([nn.Linear(6, 8), nn.Linear(8, 3)], loss_fn, samples(), 4)
-    assert found.exact
-    assert [each.name for each in found.differences] == ["[0].weight", "[0].bias", "[1].weight", "[1].bias"]
+def both(models: list[nn.Module], batch: Batch) -> Tensor:
+    """A loss of two models."""
+    return mean(lambda x: models[1](models[0](x)), batch)
 
 
 class Knowing(nn.Module):
-    """A model with a loss of its own."""
+    """A model with a loss of its own, as an attribute of what it returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 3)
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
-        """Return it as an attribute."""
+        """Return it."""
         return SimpleNamespace(loss=mean(self.inner, (x, labels)))
 
 
-def test_a_model_that_knows_its_loss_and_extras() -> None:
-    """Without loss_fn, and with one that returns extras."""
-    inputs, labels = samples()
-    assert verify(network(), lambda m, b: (mean(m, b), {"inputs": b[0]}), (inputs, labels), 4).exact
-    assert verify(Knowing(), None, {"x": inputs, "labels": labels}, 4).exact
+X, Y = samples()
+PAIRS = [(x, int(y)) for x, y in zip(X, Y, strict=True)]
+COLLATED = {"options": Options(collate=default_collate)}
+# The model, its loss, a batch, and other arguments: what a BigStep takes can be verified.
+TAKEN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "several models": ([nn.Linear(6, 8), nn.Linear(8, 3)], both, (X, Y), {}),
+    "a model's own loss": (Knowing(), None, {"x": X, "labels": Y}, {}),
+    "extras": (network(), lambda m, b: (mean(m, b), {"inputs": b[0]}), (X, Y), {}),
+    "a list of samples": (network(), mean, PAIRS, COLLATED),
+    "a list in a loop": (network(), mean, PAIRS, {**COLLATED, "train_window": by_samples(mean)}),
+}
 
 
-def test_a_list_of_samples_is_collated() -> None:
-    """As BigStep takes it, in float64, too."""
-    options = Options(collate=default_collate)
-    pairs = [(x, int(y)) for x, y in zip(*samples(), strict=True)]
-    assert verify(network(), mean, pairs, 4, options=options).exact
-    assert verify(network(), mean, pairs, 4, options=options, train_window=by_samples(mean)).exact
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_a_step_takes_is_verified(name: str) -> None:
+    """In float64, too; parameters of several models are named by the model's number."""
+    model, loss_fn, batch, more = TAKEN[name]
+    found = verify(model, loss_fn, batch, 4, **more)
+    assert found.exact, str(found)
+    if isinstance(model, list):
+        assert [each.name for each in found.differences] == ["[0].weight", "[0].bias", "[1].weight", "[1].bias"]
 
 
 def test_packed_sequences_are_verified_as_they_are_packed() -> None:
@@ -104,30 +105,19 @@ def test_sums_in_low_precision_are_found() -> None:
     assert "gradient_dtype=torch.float32" in narrow.causes[0].remedy
 
 
-class Narrow(nn.Module):
-    """A model that has no float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Refuse it as torch does."""
-        if x.dtype == torch.float64:
-            raise RuntimeError("expected scalar type Float but found Double")
-        found: Tensor = self.inner(x)
-        return found
-
-
 def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own() -> None:
-    """And says so; a mistake is still found."""
-    found = verify(Narrow(), mean, samples(), 4)
+    """And says so."""
+
+    def narrow(model: Any, batch: Batch) -> Tensor:
+        if batch[0].dtype == torch.float64:
+            raise RuntimeError("expected scalar type Float but found Double")
+        return mean(model, batch)
+
+    found = verify(network(), narrow, samples(), 4)
     assert found.exact, str(found)
     assert not found.in_float64
     assert "This does not run in float64 (RuntimeError: expected scalar type Float" in found.notes[0]
     assert found.to_dict()["differences"][0]["exact_difference"] is None
-    wrong = verify(Narrow(), mean, samples(), 4, train_window=defects.textbook(mean))
-    assert [cause.kind for cause in wrong.causes] == ["wrong-count"], str(wrong)
 
 
 def test_a_loop_under_autocast_is_judged_by_a_big_batch_under_autocast() -> None:
@@ -142,22 +132,6 @@ def test_a_loop_under_autocast_is_judged_by_a_big_batch_under_autocast() -> None
     assert found.differences[0].own_floor > 1e-4
 
 
-def test_a_mistake_in_the_own_dtype_alone_is_no_proof() -> None:
-    """As of a kernel that float64 goes around."""
-
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        by_samples(mean)(model, micro_batches)
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad *= 1.3 if p.dtype == torch.float32 else 1.0
-
-    found = verify(network(), mean, samples(), 4, train_window=train_window)
-    assert not found.exact
-    assert "No proof: " in str(found)
-    assert [cause.kind for cause in found.causes] == ["unknown"]
-    assert found.causes[0].found.startswith("In float32 the gradient is off by 0.3, where the big batch's rounding is")
-
-
 # Memory.
 
 
@@ -170,13 +144,11 @@ def test_a_batch_that_does_not_fit_is_proved_in_part(error: Callable[[], BaseExc
             raise error()
         return mean(model, batch)
 
-    found = verify(network(), small, samples(22), 4)
-    assert found.exact
+    found = verify(network(), small, samples(22), 2, train_window=defects.textbook(small))
+    assert [cause.kind for cause in found.causes] == ["wrong-count"]
     assert (found.samples, found.samples_proved, found.micro_batches) == (22, 5, (2, 2, 1))
     assert "5 of 22 samples" in str(found)
     assert "the first 5 samples were compared, in micro-batches of 2." in found.notes[0]
-    wrong = verify(network(), small, samples(22), 2, train_window=defects.textbook(small))
-    assert [cause.kind for cause in wrong.causes] == ["wrong-count"]
 
 
 def test_what_does_not_fit_in_float64_is_judged_in_its_own_dtype_or_is_an_error() -> None:
@@ -185,12 +157,12 @@ def test_what_does_not_fit_in_float64_is_judged_in_its_own_dtype_or_is_an_error(
     def never(_: Any, batch: Batch) -> Tensor:
         raise torch.OutOfMemoryError(f"Tried to allocate 20.00 GiB for {len(batch)}")
 
-    found = verify(network(), lambda m, b: (never if b[0].dtype == torch.float64 else mean)(m, b), samples(), 4)
+    found = verify(network(), lambda m, b: (never if b[0].dtype == torch.float64 else mean)(m, b), samples(5), 2)
     assert found.exact, str(found)
-    assert (found.samples_proved, found.in_float64) == (11, False)
+    assert (found.samples_proved, found.in_float64) == (5, False)
     assert found.notes[0].startswith("Not even two samples fit into memory in float64, so it was judged in float32")
     with pytest.raises(errors.OutOfMemory) as raised:
-        verify(network(), never, samples(), 4)
+        verify(network(), never, samples(2), 1)
     approve("verify", "nothing fits", raised.value)
 
 
@@ -217,10 +189,8 @@ def test_the_result_as_plain_data() -> None:
         (7e-8, 1e-8, 0.0, 1e-7, True),
         (9e-8, 1e-8, 0.0, 1e-7, False),
         (math.nan, 1e-16, 7e-7, 1e-7, True),
-        (math.nan, 1e-16, 9e-7, 1e-7, False),
-        (math.nan, 1e-16, 0.0, 0.0, True),
         (math.nan, 1e-16, 1e-30, 0.0, False),
-        (math.inf, 1e-16, 0.0, 1e-7, False),
+        (math.nan, 1e-16, 0.0, 0.0, True),
     ],
 )
 def test_a_difference_is_judged_by_its_rounding(
@@ -261,37 +231,12 @@ def test_the_verdict_in_words_and_what_a_test_suite_accepts(
             assert isinstance(raised.value, errors.GradientsDiffer)
 
 
-class Drawing(nn.Module):
-    """Draws from Python's generator, which no operation shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale by a random number."""
-        return x * random.random()  # noqa: S311 - no secret
-
-
-def test_numbers_of_python_are_placed_where_they_are_drawn() -> None:
-    """The module that runs while a generator moves is the one."""
-    inside = verify(network(nn.Identity(), Drawing()), mean, samples(), 4)
-    assert [(cause.kind, cause.where) for cause in inside.causes] == [("randomness", "2")], str(inside)
-
-    def loss_fn(model: Any, batch: Batch) -> Tensor:
-        return mean(model, batch) * (1 + random.random())  # noqa: S311
-
-    outside = verify(network(), loss_fn, samples(), 4, train_window=by_samples(loss_fn))
-    assert [(cause.kind, cause.where) for cause in outside.causes] == [("randomness", "loss_fn")], str(outside)
-
-
 def test_the_text_has_table_verdict_and_causes() -> None:
     """The worst first, at most ten rows."""
     layers = [nn.Linear(8, 8) for _ in range(6)]
     text = str(verify(network(*layers, nn.BatchNorm1d(8)), mean, samples(), 4, options=Options(batch_norm="micro")))
-    parts = [
-        "parameter",
-        "and 8 more",
-        "Not exact: the gradient of 11 samples in 3 micro-batches",
-        "1. batch-norm at 7",
-    ]
-    places = [text.index(part) for part in [*parts, "that makes a difference of", 'Options(batch_norm="exact")']]
+    parts = ["parameter", "and 8 more", "Not exact: the gradient of 11 samples in 3", "1. batch-norm at 7"]
+    places = [text.index(part) for part in [*parts, "makes a difference of", 'Options(batch_norm="exact")']]
     assert places == sorted(places)
 
 
@@ -311,43 +256,20 @@ def test_a_refusal_of_big_step_is_noted_and_its_cause_is_found() -> None:
         dropping.raise_if_wrong(allow={"randomness"})
 
 
-def test_what_no_experiment_explains_is_an_unknown_cause() -> None:
-    """Also beside causes that are known, and it is not accepted with those."""
-
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        by_samples(mean)(model, micro_batches)
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad = p.grad.sin()
-
-    alone = verify(network(), mean, samples(), 4, train_window=train_window)
-    assert [cause.kind for cause in alone.causes] == ["unknown"]
-    found = verify(network(nn.Dropout(0.3)), mean, samples(), 4, train_window=train_window)
-    assert [cause.kind for cause in found.causes] == ["randomness", "unknown"]
-    with pytest.raises(errors.GradientsDiffer):
-        found.raise_if_wrong(allow={"randomness"})
-
-
 def test_the_documentation_lists_every_kind() -> None:
     """A kind that is shown can be looked up."""
     page = (Path(__file__).parents[2] / "docs/verify.md").read_text()
     assert all(f"`{kind}`" in page for kind in KINDS)
 
 
-def every_layer() -> tuple[nn.Module, ...]:
-    """One for each cause in a model."""
-    return nn.BatchNorm1d(8), nn.Dropout(0.3), defects.Attending(), defects.Fading()
-
-
 @pytest.mark.parametrize(
     ("layers", "loop", "least", "most"),
     [
-        (tuple, None, 6, 11),
-        (tuple, by_samples, 6, 6),
-        (tuple, defects.textbook, 12, 18),
-        (every_layer, defects.undivided, 20, 60),
+        ((), None, 6, 11),
+        ((), by_samples, 6, 6),
+        ((nn.BatchNorm1d(8), nn.Dropout(0.3), defects.Attending(), defects.Fading()), defects.undivided, 20, 60),
     ],
-    ids=["exact", "a loop that is exact", "one cause", "six causes"],
+    ids=["exact", "a loop that is exact", "six causes"],
 )
 def test_what_a_verification_costs(layers: Any, loop: Any, least: int, most: int) -> None:
     """How often all samples go through the model, as the documentation has it."""
@@ -358,6 +280,5 @@ def test_what_a_verification_costs(layers: Any, loop: Any, least: int, most: int
         passed += len(batch[1])
         return mean(model, batch)
 
-    window = None if loop is None else loop(counting)
-    verify(network(*layers()), counting, samples(), 4, train_window=window)
+    verify(network(*layers), counting, samples(), 4, train_window=None if loop is None else loop(counting))
     assert least * 11 <= passed <= most * 11, passed / 11

@@ -1,5 +1,6 @@
 """A mistake is planted in the model, the loss or the loop: each is found by experiment, and named."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,15 +57,19 @@ def given(window: Any) -> Callable[[Loss], Any]:
     return lambda _: window
 
 
-def gradients_changed(change: Callable[[Tensor], Tensor], loss: Loss = mean) -> Callable[[Loss], Any]:
+def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Loss], Any]:
     """A right loop that changes its gradients in the end, by hand."""
 
-    def train_window(model: Any, micro_batches: list[Batch]) -> None:
-        by_samples(loss)(model, micro_batches)
+    def end(model: Any, _: object) -> None:
         for p in model.parameters():
             p.grad = change(p.grad)
 
-    return lambda _: train_window
+    return partial(by_samples, end=end)
+
+
+def weighed(weigh: Callable[[int], float]) -> Callable[[Loss], Any]:
+    """A loop with one weight for all, made of the number of micro-batches."""
+    return partial(by_samples, weigh=lambda _size, _total, number: weigh(number))
 
 
 # Losses.
@@ -108,21 +113,13 @@ def clamped(model: Any, batch: Batch) -> Tensor:
     return counted(loss, mask.sum())
 
 
-def ignoring(model: Any, batch: Batch) -> Tensor:
-    """A mean over what is not of class 0."""
-    return F.cross_entropy(model(batch[0]), batch[1], ignore_index=0)
+ignoring: Loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=0)  # noqa: E731
 
 
 def normalized_advantages(model: Any, batch: Batch) -> Tensor:
     """As PPO has them: values of the batch without gradient, which no graph shows."""
     chosen, advantages = F.softmax(model(batch[0]), -1).gather(1, batch[1][:, None])[:, 0], batch[0][:, 0]
     return -(chosen * (advantages - advantages.mean()) / (advantages.std() + 1e-8)).mean()
-
-
-def hard_half(model: Any, batch: Batch) -> Tensor:
-    """The samples with the larger losses."""
-    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return losses[losses.detach().topk(len(losses) // 2).indices].mean()
 
 
 def squared(model: Any, batch: Batch) -> Tensor:
@@ -143,7 +140,35 @@ def without_offset(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(scores @ across.gather(scores * 0.5 + 1).T, torch.arange(len(scores)))
 
 
+def drawn(model: Any, batch: Batch) -> Tensor:
+    """A loss that draws from Python's generator."""
+    return mean(model, batch) * (1 + random.random())  # noqa: S311 - no secret
+
+
+def clip_value(model: Any, _: object) -> None:
+    """Clip by value."""
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
 # Models.
+
+
+class Counting(nn.Module):
+    """A number kept beside the buffers, that grows with every forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by the number of calls."""
+        self.calls += 1
+        return x * self.calls
+
+
+def narrow(x: Tensor) -> Tensor:
+    """Refuse float64 as torch does."""
+    if x.dtype == torch.float64:
+        raise RuntimeError("expected scalar type Float but found Double")
+    return x
 
 
 class Scaled(nn.Module):
@@ -194,6 +219,11 @@ def hooked(hook: Callable[[Tensor], Any], *, after: bool = False, dtype: torch.d
     return made
 
 
+def clamp(gradient: Tensor) -> Tensor:
+    """Clip a gradient by value."""
+    return gradient.clamp(-0.02, 0.02)
+
+
 def clamp_after(p: Tensor) -> None:
     """Clip a gradient that has been added."""
     assert p.grad is not None
@@ -201,25 +231,6 @@ def clamp_after(p: Tensor) -> None:
 
 
 MASK = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
-
-
-def without_first(model: Any, micro_batches: list[Batch]) -> None:
-    """A loop that begins too late."""
-    total = sum(len(labels) for _, labels in micro_batches)
-    for batch in micro_batches[1:]:
-        (mean(model, batch) * len(batch[1]) / total).backward()
-
-
-def clipping_values(model: Any, micro_batches: list[Batch]) -> None:
-    """Clip by value after each backward."""
-    for batch in micro_batches:
-        (mean(model, batch) * len(batch[1]) / 11).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-
-def of_two(loop: Callable[[Loss], Any]) -> Callable[[Loss], Any]:
-    """A loop that never sees the second micro-batch."""
-    return lambda loss: lambda model, micro_batches: loop(loss)(model, [micro_batches[0], micro_batches[2]])
 
 
 CLEAN: dict[str, Case] = {
@@ -263,37 +274,30 @@ def layers(*made: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, ...]
 
 
 norm = partial(nn.BatchNorm1d, 8)
+dropout = partial(nn.Dropout, 0.3)
 bare_norm = partial(nn.BatchNorm1d, 8, track_running_stats=False)
 # What is wrong, the kinds at their places that are found and no others, and a part of the first one's text.
 WRONG: dict[str, tuple[Case, str, str]] = {
     "BatchNorm by the micro-batch": (Case(layers(norm), options=MICRO), "batch-norm@1", "BatchNorm1d '1'"),
-    "BatchNorm that is refused": (Case(layers(norm), options=Options(batch_norm="refuse")), "batch-norm@1", ""),
     "BatchNorm without statistics": (Case(layers(bare_norm), loop=by_samples), "batch-norm@1", ""),
     "exact BatchNorm and a count": (Case(layers(norm), loss=wrong_count, options=UNCHECKED), "wrong-count", ""),
-    "noise": (Case(layers(defects.Noisy)), "randomness@1", "drawn by Noisy '1'"),
-    "a mean across samples": (Case(layers(defects.Centred)), "coupled-samples@1", "samples are compared"),
-    "two modules": (
-        Case(layers(defects.Centred, nn.Tanh, defects.Attending), loop=defects.textbook),
-        "coupled-samples@1, wrong-count",
-        "",
-    ),
-    "a buffer": (Case(layers(defects.Fading)), "state@1", "forward writes 1.scale"),
-    "a number in an attribute": (Case(layers(defects.Counting), options=UNCHECKED), "state@1", "1.calls"),
+    "noise": (Case(layers(defects.noisy)), "randomness@1", "drawn by Applied '1'"),
+    "numbers of Python's": (Case(layers(defects.drawing)), "randomness@1", ""),
+    "numbers in a loss": (Case(loss=drawn, loop=by_samples), "randomness@loss_fn", ""),
+    "a mean across samples": (Case(layers(defects.centred)), "coupled-samples@1", "samples are compared"),
+    "a number in an attribute": (Case(layers(Counting), options=UNCHECKED), "state@1", "1.calls"),
     "a recurrent state": (Case(model=Stateful), "state@Stateful", ""),
     "a running size": (
         Case(model=Scaled, loop=by_samples), "state@Scaled, coupled-samples@Scaled", "forward writes run"
     ),
-    "what cannot be repeated": (Case(layers(defects.Restless), options=UNCHECKED), "nondeterminism@1", "two runs"),
+    "what cannot be repeated": (Case(layers(defects.restless), options=UNCHECKED), "nondeterminism@1", "two runs"),
     "a count that the graph cannot tell": (
         Case(loss=defects.masked), "wrong-count", "in proportion to (batch[1] != 0).sum()"
     ),
     "the root of a mean": (Case(loss=defects.root), LOSS, ""),
     "the root of a mean in a loop": (Case(loss=defects.root, loop=by_samples), LOSS, "change with the model's own"),
-    "samples against samples": (Case(loss=defects.contrastive), LOSS, ""),
     "a wrong use of across": (Case(loss=without_offset, batch=twelve), LOSS, ""),
-    "a wrong use of across, unchecked": (Case(loss=without_offset, options=UNCHECKED), LOSS, ""),
     "normalized advantages": (Case(loss=normalized_advantages), LOSS, ""),
-    "the harder half": (Case(loss=hard_half), LOSS, ""),
     "a regularizer in a told sum": (Case(loss=told_sum), ALONE, "3 times per window; it should be added 1 times"),
     "a head that some do not use": (Case(loss=defects.sometimes, model=WithAux), COUNT, "several terms"),
     "a mean over nothing": (
@@ -307,25 +311,15 @@ WRONG: dict[str, tuple[Case, str, str]] = {
         "0.429 : 0 : 0.571, in proportion to (batch[1] != 0).sum()",
     ),
     "terms of all parameters": (Case(loss=two_terms, loop=by_samples), COUNT, "Weighting each term by its own count"),
-    "a clamp in a hook": (
-        Case(model=hooked(lambda g: g.clamp(-0.02, 0.02)), loss=squared, batch=in_float64), BACKWARD, "is not linear"
-    ),
-    "a clamp in a float32 hook": (
-        Case(model=hooked(lambda g: g.clamp(-0.02, 0.02), dtype=torch.float32), loss=squared), BACKWARD, "twice the"
-    ),
+    "a clamp in a hook": (Case(model=hooked(clamp), loss=squared, batch=in_float64), BACKWARD, "is not linear"),
     "a clamp after accumulation": (
         Case(model=hooked(clamp_after, after=True), loss=squared, batch=in_float64), BACKWARD, ""
     ),
     "a clamp on an activation": (Case(loss=clamped_output), BACKWARD, ""),
-    "a loop and a mask": (Case(loss=defects.masked, loop=defects.textbook), "wrong-count", "!= 0).sum()"),
     "not divided": (Case(loop=defects.undivided, batch=twelve), "wrong-scale", "it was not divided"),
     "divided twice": (Case(loop=defects.divided_twice, batch=twelve), "wrong-scale", "once too often"),
-    "a loss scale": (
-        Case(loop=lambda loss: defects.scaled(loss, lambda n: 65536 / n), batch=twelve), "wrong-scale", "6.554e+04"
-    ),
-    "uphill": (
-        Case(loop=lambda loss: defects.scaled(loss, lambda n: -1 / n), batch=twelve), "wrong-scale", "sign is turned"
-    ),
+    "a loss scale": (Case(loop=weighed(lambda n: 65536 / n), batch=twelve), "wrong-scale", "6.554e+04"),
+    "uphill": (Case(loop=weighed(lambda n: -1 / n), batch=twelve), "wrong-scale", "sign is turned"),
     "a regularizer each time": (
         Case(loss=defects.with_penalty, loop=given(defects.penalty_each_time)), ALONE, "3 times per window"
     ),
@@ -334,19 +328,29 @@ WRONG: dict[str, tuple[Case, str, str]] = {
         Case(loss=defects.sum_with_penalty, loop=defects.undivided), ALONE, "3 times per window"
     ),
     "two counts": (Case(loss=defects.two_counts, model=WithAux, loop=by_samples), COUNT, "several terms"),
-    "the first dropped": (Case(loop=given(without_first)), "dropped-micro-batch", "1 of 3"),
+    "the first dropped": (Case(loop=partial(by_samples, chosen=slice(1, 3))), "dropped-micro-batch", "1 of 3"),
     "the second of equal ones dropped": (
-        Case(loop=of_two(defects.textbook), batch=twelve), "dropped-micro-batch", "micro-batch 2 of 3"
+        Case(loop=partial(by_samples, weigh=lambda *_: 1 / 2, chosen=slice(0, 3, 2)), batch=twelve),
+        "dropped-micro-batch",
+        "micro-batch 2 of 3",
     ),
-    "clipped by value by hand": (
-        Case(loop=gradients_changed(lambda g: g.clamp(-0.02, 0.02))), "clipping@clipping by value", "beyond 0.02"
+    "clipped by value by hand": (Case(loop=changed(clamp)), "clipping@clipping by value", "beyond 0.02"),
+    "clipped by norm by hand": (Case(loop=changed(lambda g: g * 0.123)), "wrong-scale", "0.123 times"),
+    "clipped each time by value": (
+        Case(loop=partial(by_samples, after=clip_value)), "clipping@clip_grad_value_", "clipped 3 times"
     ),
-    "clipped by norm by hand": (Case(loop=gradients_changed(lambda g: g * 0.123)), "wrong-scale", "0.123 times"),
-    "clipped each time by value": (Case(loop=given(clipping_values)), "clipping@clip_grad_value_", "clipped 3 times"),
     "kept in fewer digits": (
-        Case(loop=gradients_changed(lambda g: g.bfloat16().to(g.dtype))),
-        "precision@bfloat16 gradients",
-        "kept in bfloat16",
+        Case(loop=changed(lambda g: g.bfloat16().to(g.dtype))), "precision@bfloat16 gradients", "kept in bfloat16"
+    ),
+    "wrong in its own dtype alone": (
+        Case(loop=changed(lambda g: g * (1.3 if g.dtype == torch.float32 else 1.0))),
+        "unknown",
+        "In float32 the gradient is off by 0.3, where the big batch's rounding is",
+    ),
+    "what no experiment explains": (Case(loop=changed(torch.sin)), "unknown", "whatever is turned off"),
+    "that beside dropout": (Case(layers(dropout), loop=changed(torch.sin)), "randomness@1, unknown", ""),
+    "a mistake where float64 fails": (
+        Case(layers(lambda: defects.Applied(narrow)), loop=defects.textbook), "wrong-count", ""
     ),
 }  # fmt: skip
 
@@ -376,6 +380,7 @@ def test_equal_micro_batches_hide_wrong_weights_and_that_is_said() -> None:
     assert not Case(loop=by_samples).verified().notes
     inputs, labels = samples(12)
     labels[:3] = -100
-    masked = Case(loop=lambda _: defects.scaled(summed, lambda _: 1 / 9), batch=lambda: (inputs, labels)).verified()
+    of_nine = by_samples(summed, weigh=lambda *_: 1 / 9)
+    masked = Case(loop=given(of_nine), batch=lambda: (inputs, labels)).verified()
     assert masked.exact
     assert not masked.notes

@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks.silence import silence
 from bigbatch import Accumulator, verify
+from tests.support import defects
 from tests.support.defects import Batch, by_samples, mean, network, samples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -120,45 +121,28 @@ def unscaled_by_the_step(model: nn.Module, micro_batches: list[Batch]) -> None:
     scaler.update()
 
 
-def stepping_twice(model: nn.Module, micro_batches: list[Batch]) -> None:
-    """The right gradient, stepped with once too often."""
-    optimizer = optimizer_of(model)
-    RIGHT(model, micro_batches)
-    optimizer.step()
-    optimizer.step()
-
-
-def stepping_without_clearing(model: nn.Module, micro_batches: list[Batch]) -> None:
-    """A gradient that stays for the next step is not counted again, so no weights look wrong."""
-    optimizer = optimizer_of(model)
-    for batch in micro_batches:
-        (mean(model, batch) * len(batch[1]) / UNEVEN).backward()
-        optimizer.step()
-
-
-def clipping_part_by_part(model: Any, micro_batches: list[Batch]) -> None:
+def clip_part_by_part(model: Any, _: object) -> None:
     """Each once, before the step: that is not inside of the window."""
-    optimizer = optimizer_of(model)
-    RIGHT(model, micro_batches)
     for part in (model[0], model[-1]):
         nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
-    optimizer.step()
 
 
-def clipping_both_ways(model: Any, micro_batches: list[Batch]) -> None:
+def clip_both_ways(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """By norm and by value, each of them once."""
-    optimizer = optimizer_of(model)
-    RIGHT(model, micro_batches)
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
 
 
-def clipping_at_nothing(model: nn.Module, micro_batches: list[Batch]) -> None:
+def clip_at_nothing(model: Any, _: object) -> None:
     """At a norm that is never reached: left out, it changes nothing."""
-    for batch in micro_batches:
-        (mean(model, batch) / len(micro_batches)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def step_twice(_: object, optimizer: torch.optim.Optimizer) -> None:
+    """Once too often."""
+    optimizer.step()
+    optimizer.step()
 
 
 def trained_elsewhere(model: nn.Module, micro_batches: list[Batch]) -> None:
@@ -193,11 +177,11 @@ LOOPS: list[tuple[Any, tuple[nn.Module, ...], set[str], str]] = [
     (accumulator_of_ours, (), set(), "Exact"),
     (accumulator_of_ours, (nn.Dropout(0.2),), {"randomness"}, ""),
     (unscaled_by_the_step, (), set(), "Exact"),
-    (stepping_twice, (), {"stepped-inside"}, "stepped 2 times in the window: once with the right gradient, and on"),
-    (stepping_without_clearing, (), {"stepped-inside"}, "stepped 3 times in the window"),
-    (clipping_part_by_part, (), set(), CLIPS),
-    (clipping_both_ways, (), set(), CLIPS),
-    (clipping_at_nothing, (), {"wrong-count"}, ""),
+    (by_samples(end=step_twice), (), {"stepped-inside"}, "stepped 2 times in the window: once with the right gradient"),
+    (by_samples(after=defects.step), (), {"stepped-inside"}, "stepped 3 times in the window"),
+    (by_samples(end=clip_part_by_part), (), set(), CLIPS),
+    (by_samples(end=clip_both_ways), (), set(), CLIPS),
+    (defects.textbook(after=clip_at_nothing), (), {"wrong-count"}, ""),
     (trained_elsewhere, (), set(), "Exact"),
     (finding_no_hooks, (), set(), "Exact"),
 ]

@@ -4,23 +4,17 @@ import random
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import optimizer as of_torch
 
 from bigbatch import Options, errors, verify
+from bigbatch.state.rng import Randomness
 from tests.support import defects
 from tests.support.bombs import seed
 from tests.support.defects import Batch, by_samples, mean, network, samples
 from tests.support.messages import approve
-
-
-def draw() -> tuple[float, float, float]:
-    """One number of each generator."""
-    return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311 - those that are restored
 
 
 class Changing(nn.Module):
@@ -54,20 +48,10 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def stepping_window(model: Any, micro_batches: list[Batch]) -> None:
-    """A loop that changes weights, modes and gradients."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model.train()
-    for batch in micro_batches:
-        mean(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "BigStep": {},
     "plain statistics": {"options": Options(batch_norm="micro", check=False)},
-    "a loop": {"train_window": stepping_window},
+    "a loop": {"train_window": defects.by_samples(before=lambda model, _: model.train(), end=defects.step_and_clear)},
 }
 
 
@@ -87,13 +71,11 @@ def test_everything_is_as_it_was(way: str, error: type[BaseException] | None) ->
         return mean(given, some)
 
     before = state(model)
-    seed()
-    numbers = draw()
-    seed()
+    randomness = Randomness()
     with nullcontext() if error is None else pytest.raises(error, match="in the middle"):
         found = verify(model, loss_fn, batch, 4, **WAYS[way])
         assert "randomness" in {cause.kind for cause in found.causes}
-    assert draw() == numbers
+    assert not randomness.drawn()
     assert state(model) == before
 
 
@@ -138,11 +120,7 @@ def test_a_model_that_is_used_past_the_argument_is_refused_before_it_runs() -> N
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     before = state(model)
 
-    def calling(_: nn.Module, micro_batches: list[Batch]) -> None:
-        defects.undivided(mean)(model, micro_batches)
-
-    def stepping(given: nn.Module, micro_batches: list[Batch]) -> None:
-        by_samples(mean)(given, micro_batches)
+    def step_itself(given: nn.Module, _: object) -> None:
         for p, twin in zip(model.parameters(), given.parameters(), strict=True):
             p.grad = twin.grad
         optimizer.step()
@@ -150,7 +128,8 @@ def test_a_model_that_is_used_past_the_argument_is_refused_before_it_runs() -> N
     with pytest.raises(errors.LossError) as raised:
         verify(model, lambda _, given: mean(model, given), samples(), 4)
     approve("verify", "the model itself", raised.value)
-    for window in (calling, stepping):
+    calling = defects.undivided(lambda _, given: mean(model, given))
+    for window in (calling, by_samples(mean, end=step_itself)):
         with pytest.raises(errors.LossError):
             verify(model, mean, samples(), 4, train_window=window)
     with pytest.raises(errors.LossError):
@@ -160,9 +139,7 @@ def test_a_model_that_is_used_past_the_argument_is_refused_before_it_runs() -> N
 
 
 def test_torch_is_as_it_was() -> None:
-    """Hooks on optimizers and replaced functions are gone."""
+    """Replaced functions are gone."""
     kept = (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
     verify(network(), mean, samples(), 4, train_window=defects.stepping(mean))
-    assert not of_torch._global_optimizer_pre_hooks
-    assert not of_torch._global_optimizer_post_hooks
     assert kept == (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
