@@ -167,19 +167,12 @@ def test_being_looked_at_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.weights, looked_at.weights, strict=True))
 
 
-def test_windows_in_between_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No norm is taken of them."""
-    norms, real = list[int](), torch._foreach_norm
-
-    def counted_norm(*args: Any) -> Any:
-        norms.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(torch, "_foreach_norm", counted_norm)
+def test_windows_in_between_are_not_looked_at() -> None:
+    """Of eight windows the first, the fourth and the seventh are."""
     training = Training(steps=2, optimizer=still)
-    noise = GradientNoise(training.accumulator, every=3)
-    training.train(micro_batches([2] * 16))
-    assert (len(rows_of(noise)), len(norms)) == (3, 6)  # of windows 1, 4 and 7
+    noise, batches = GradientNoise(training.accumulator, every=3), micro_batches([2] * 16)
+    training.train(batches)
+    assert_seen(noise, truth(MASKED, training.model, batches, 2)[::3])
 
 
 def test_a_window_that_is_dropped_is_looked_at_in_the_next() -> None:
@@ -215,72 +208,64 @@ def test_it_forgets_stops_and_begins_anew() -> None:
 # What tells nothing.
 
 
-def reasons(noise: GradientNoise) -> dict[str, int]:
-    """Return why windows were left out, and check that the report says it."""
-    report = noise.report()
-    assert (report.windows, report.verdict, report.interval) == (0, "nothing", (0.0, math.inf))
-    assert report.scale is report.recommended_batch is report.recommended_steps is None
-    assert "The batch size cannot be judged" in str(report)
-    return {str(why): number for why, number in report.left_out.items()}
-
-
-@pytest.mark.parametrize(
-    ("case", "settings", "sizes", "found", "text"),
-    [
-        (PLAIN, {"steps": 1}, (2, 2, 2), {"alone": 3}, "3 windows told nothing: one micro-batch per window"),
-        (SUMMED, {"steps": 2}, (2, 2), {"sum": 1}, "1 window told nothing: the loss is a sum"),
-        (SEVERAL[0], {"steps": 2, "counts": SEVERAL[0].counts}, (2, 3), {"several": 1}, "the loss has several counts"),
-    ],
-    ids=["alone", "sum", "several"],
-)
-def test_windows_that_say_nothing(
-    case: Loss, settings: dict[str, Any], sizes: Sequence[int], found: dict[str, int], text: str
-) -> None:
-    """No other micro-batch, no count, or several of them."""
-    training = Training(case=case, **settings)
+def measured_on(case: Loss, sizes: Sequence[int], *, broken: int | None = None, **settings: Any) -> GradientNoise:
+    """Measure each window of a training; one micro-batch may have an inf."""
+    training, batches = Training(case=case, **settings), case.micro_batches(sizes)
+    if broken is not None:
+        batches[broken]["value"][0, 0] = math.inf
     noise = GradientNoise(training.accumulator, every=1)
-    training.train(case.micro_batches(sizes))
-    assert reasons(noise) == found
-    assert text in str(noise.report())
+    training.train(batches)
+    return noise
 
 
-def test_lock_step_says_nothing() -> None:
-    """Where samples are coupled, a micro-batch has no gradient of its own."""
-    torch.manual_seed(0)
+def in_lock_step() -> GradientNoise:
+    """Samples that are coupled."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     step = BigStep(model, still(trained(model)), loss_of, micro_batch_size=3)
     noise = GradientNoise(step, every=1)
     step((torch.randn(9, 3).double(), torch.randn(9, 1).double()))
-    assert reasons(noise) == {"coupled": 1}
-    assert "micro-batches ran in lock-step" in str(noise.report())
+    return noise
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_a_resumed_window_says_nothing(dropped: bool) -> None:
-    """What its first micro-batch was alone is not in a checkpoint, nor is that of a window that was dropped before."""
+def resumed() -> GradientNoise:
+    """A window whose first micro-batch was alone before a checkpoint, after one that was dropped."""
     before, after = Training(steps=3), Training(steps=3)
     batches = micro_batches(SIZES)
     before.backward(batches[0])
     noise = GradientNoise(after.accumulator, every=1)
-    if dropped:
-        after.backward(batches[3])
-        after.accumulator.discard()
+    after.backward(batches[3])
+    after.accumulator.discard()
     after.accumulator.load_state_dict(before.accumulator.state_dict())
     after.train(batches[1:3])
-    assert reasons(noise) == {"resumed": 1}
-    assert "was resumed from a checkpoint" in str(noise.report())
+    return noise
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_skipped_window_says_nothing(place: int) -> None:
-    """An inf in the first micro-batch or in another."""
-    batches = PLAIN.micro_batches([2, 2])
-    batches[place]["value"][0, 0] = math.inf
-    training = Training(steps=2, case=PLAIN, scaler=GradScaler("cpu"))
-    noise = GradientNoise(training.accumulator, every=1)
-    assert training.train(batches)[0].skipped
-    assert reasons(noise) == {"unusable": 1}
-    assert "a gradient had an inf or NaN" in str(noise.report())
+SCALED: dict[str, Any] = {"steps": 2, "scaler": GradScaler("cpu")}
+COUNTED: dict[str, Any] = {"steps": 2, "counts": SEVERAL[0].counts}
+NOTHING: list[tuple[Callable[[], GradientNoise], dict[str, int], str]] = [
+    (
+        lambda: measured_on(PLAIN, (2, 2, 2), steps=1),
+        {"alone": 3},
+        "3 windows told nothing: one micro-batch per window",
+    ),
+    (lambda: measured_on(SUMMED, (2, 2), steps=2), {"sum": 1}, "1 window told nothing: the loss is a sum"),
+    (lambda: measured_on(SEVERAL[0], (2, 3), **COUNTED), {"several": 1}, "the loss has several counts"),
+    (in_lock_step, {"coupled": 1}, "micro-batches ran in lock-step"),
+    (resumed, {"resumed": 1}, "was resumed from a checkpoint"),
+    (lambda: measured_on(PLAIN, (2, 2), broken=0, **SCALED), {"unusable": 1}, "a gradient had an inf or NaN"),
+    (lambda: measured_on(PLAIN, (2, 2), broken=1, **SCALED), {"unusable": 1}, "a gradient had an inf or NaN"),
+]
+
+
+@pytest.mark.parametrize(("make", "left_out", "text"), NOTHING)
+def test_windows_that_say_nothing(make: Any, left_out: dict[str, int], text: str) -> None:
+    """They are left out, and the report says why."""
+    report = make().report()
+    assert (report.windows, report.verdict, report.interval) == (0, "nothing", (0.0, math.inf))
+    assert report.scale is report.recommended_batch is report.recommended_steps is None
+    assert "The batch size cannot be judged" in str(report)
+    assert dict(report.left_out) == left_out
+    assert text in str(report)
 
 
 def test_a_first_micro_batch_without_targets_is_passed_over() -> None:
@@ -305,7 +290,7 @@ def test_each_window_is_solved_without_bias() -> None:
         assert found == pytest.approx((weight * noise, weight * signal))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_interval_is_every_ratio_that_a_t_test_lets_stand(seed: int) -> None:
     """Each ratio is tested by hand, inside and outside of the interval."""
     by = torch.Generator().manual_seed(seed)
@@ -326,10 +311,10 @@ def test_the_interval_is_every_ratio_that_a_t_test_lets_stand(seed: int) -> None
             assert inside or not stands(ratio)
 
 
-@pytest.mark.parametrize(("freedom", "value"), [(7, 2.3646), (15, 2.1314), (30, 2.0423), (1000, 1.9623)])
-def test_students_t(freedom: int, value: float) -> None:
+def test_students_t() -> None:
     """As in the tables."""
-    assert student(freedom) == pytest.approx(value, rel=3e-3)
+    for freedom, value in ((7, 2.3646), (15, 2.1314), (1000, 1.9623)):
+        assert student(freedom) == pytest.approx(value, rel=3e-3)
 
 
 def test_windows_that_resemble_each_other_count_for_less() -> None:
@@ -345,23 +330,12 @@ def test_windows_that_resemble_each_other_count_for_less() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8,) * 8, (6, 18, 2, 10, 4, 14, 7, 3)], ids=["even", "uneven"])
-@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("spread", [0.5, 8.0])
 def test_the_interval_holds_what_is_known_in_closed_form(sizes: tuple[int, ...], spread: float) -> None:
     """Linear regression, forty times: 95 % of the intervals should hold the truth, so 34 do with a chance of 0.997."""
     problem = Regression(spread=spread)
     reports = [measured(problem, sizes, windows=24, seed=seed) for seed in range(40)]
     assert sum(holds(report, problem.noise_scale) for report in reports) >= 34
-
-
-def test_many_windows_find_the_answer() -> None:
-    """The interval closes in on it."""
-    problem = Regression(spread=2.0)
-    report = measured(problem, (16,) * 8, windows=400, seed=0)
-    assert report.scale == pytest.approx(problem.noise_scale, rel=0.15)
-    assert holds(report, problem.noise_scale)
-    assert report.interval[1] < 1.5 * report.interval[0]
-    assert report.batch == 128
-    assert report.micro_batch == 16
 
 
 # Reports.
@@ -374,96 +348,94 @@ def seen(scale: float, *, batch: float = 64.0, number: int = 64, jitter: float =
     return [Norms(small * (1 + scale / 8), 8.0, large * (1 + scale / batch), batch) for small, large in around.tolist()]
 
 
-TOLD: list[tuple[list[Norms], Verdict, str]] = [
-    (seen(1000), "larger", r"A larger batch is worth having: about [\d,]+ \(\d+ times this one, \d+ of these"),
-    (seen(16), "smaller", r"larger than useful: about \d.* of these micro-batches\) would do"),
-    (seen(64), "right", r"The batch is about right"),
-    (seen(64, jitter=0.9, number=20), "too noisy", r"Too noisy to tell.*80 windows would halve the interval"),
-    (seen(64, number=LEAST - 1), "too few", rf"Too early to tell: {LEAST - 1} of {LEAST} windows"),
-    (seen(64, number=1), "too few", rf"Too early to tell: 1 of {LEAST}"),
+def around(small: float, large: float, number: int = 20) -> list[Norms]:
+    """Windows of these squared norms, with some jitter: a micro-batch of 8 in a batch of 64."""
+    return [Norms(small * (1 + 1e-3 * at), 8.0, large * (1 + 1e-3 * (at % 3)), 64.0) for at in range(number)]
+
+
+# What was seen, the verdict, the batch and the steps that are recommended, and a part of the text.
+TOLD: list[tuple[list[Norms], Verdict, tuple[float | None, float | None], str]] = [
+    (
+        seen(1000),
+        "larger",
+        (1000, 125),
+        r"A larger batch is worth having: about [\d,]+ \(\d+ times this one, \d+ of these",
+    ),
+    (seen(16), "smaller", (16, 2), r"larger than useful: about \d.* of these micro-batches\) would do"),
+    (seen(64), "right", (64, 8), r"The batch is about right"),
+    (
+        seen(64, jitter=0.9, number=20),
+        "too noisy",
+        (None, None),
+        r"Too noisy.*80 windows would halve the interval.*every=1",
+    ),
+    (
+        seen(64, number=LEAST - 1),
+        "too few",
+        (None, None),
+        rf"Too early to tell: {LEAST - 1} of {LEAST} windows.*every=1",
+    ),
+    (seen(1e5, jitter=0.4, seed=1), "larger", (None, None), "at least"),  # the true gradient may be zero
+    (
+        [Norms(1.0, 8.0, 1.0, 64.0)] * 20,
+        "smaller",
+        (None, None),
+        "one micro-batch would do",
+    ),  # all samples are the same
+    (around(0.9, 1.0), "smaller", (None, None), "one micro-batch would do"),  # the first ones happen to be smaller
+    (around(20.0, 1.0), "too noisy", (None, None), "Gradient noise scale: unknown"),  # |G|² came out negative
+    ([], "nothing", (None, None), "The batch size cannot be judged"),
 ]
 
 
-@pytest.mark.parametrize(("norms", "verdict", "text"), TOLD)
-def test_the_report_says_which_batch_is_worth_having(norms: list[Norms], verdict: str, text: str) -> None:
-    """In a word for programs, and in sentences for people."""
-    report = make_report(norms, {})
-    assert report.verdict == verdict
-    assert re.search(text, str(report)), str(report)
-
-
-def test_what_is_recommended() -> None:
-    """The scale, where its order of magnitude is known; the present batch, where that is about right; else nothing."""
-    larger, right = make_report(seen(1000), {}), make_report(seen(64), {})
-    assert larger.recommended_batch == pytest.approx(1000, rel=0.3)
-    assert larger.recommended_steps == pytest.approx(125, rel=0.3)
-    assert (right.recommended_batch, right.recommended_steps) == (64, 8)
-    assert make_report(TOLD[3][0], {}).recommended_batch is None
-    open_ended = make_report(seen(1e5, jitter=0.4, seed=1), {})  # the true gradient may be zero
-    assert math.isinf(open_ended.interval[1])
-    assert open_ended.interval[0] > 0
-    assert open_ended.recommended_batch is None
-    assert "at least" in str(open_ended)
-
-
-@pytest.mark.parametrize("norms", [told[0] for told in TOLD] + [seen(0.5), [], seen(1e6)])
-def test_every_report_can_be_said(norms: list[Norms]) -> None:
-    """No sentence stumbles, whatever was seen."""
+@pytest.mark.parametrize(("norms", "verdict", "recommended", "text"), TOLD)
+def test_the_report_says_which_batch_is_worth_having(
+    norms: list[Norms], verdict: str, recommended: tuple[float | None, float | None], text: str
+) -> None:
+    """In a word for programs, and in sentences for people; what was left out is said where it is much."""
     report = make_report(norms, {"alone": 1, "sum": 200})
+    assert report.verdict == verdict
+    for found, expected in zip((report.recommended_batch, report.recommended_steps), recommended, strict=True):
+        assert found == (None if expected is None else pytest.approx(expected, rel=0.3))
+    assert re.search(text, str(report), re.DOTALL), str(report)
     assert "200 windows told nothing: the loss is a sum" in str(report)
     assert ("1 window told nothing" in str(report)) == (report.windows < 10)  # one of many is not worth a word
     assert "nan" not in str(report)
+    assert "every=1" not in str(make_report(norms, {}, every=1))  # every window is the most
 
 
-def around(small: float, large: float) -> list[Norms]:
-    """Windows of these squared norms, with some jitter: a micro-batch of 8 in a batch of 64."""
-    return [Norms(small * (1 + 1e-3 * at), 8.0, large * (1 + 1e-3 * (at % 3)), 64.0) for at in range(20)]
+# A scale in multiples of the batch with the ends of its interval, and what that says.
+JUDGED: list[tuple[tuple[float, float, float], str]] = [
+    ((4, 0.95, 9.4), "too noisy"),  # twice the batch could save much
+    ((1.9, 0.95, 9.4), "right"),
+    ((1 / 4, 0.15, 1.05), "too noisy"),
+]
 
 
-def test_gradients_without_noise_can_be_said() -> None:
-    """Where all samples are the same, and where the first ones happen to be smaller: nothing is divided by."""
-    for norms in ([Norms(1.0, 8.0, 1.0, 64.0)] * 20, around(0.9, 1.0)):
-        report = make_report(norms, {})
-        assert (report.verdict, report.scale, report.interval) == ("smaller", 0.0, (0.0, 0.0))
-        assert "The batch is larger than useful: one micro-batch would do" in str(report)
-
-
-def test_a_true_gradient_below_nothing_tells_nothing() -> None:
-    """Its square came out negative, by chance: the scale has no upper end, and no batch is right."""
-    report = make_report(around(20.0, 1.0), {})
-    assert report.scale is None
-    assert math.isinf(report.interval[1])
-    assert report.verdict == "too noisy"
-    assert report.recommended_batch is None
-
-
-def test_a_scale_that_may_be_four_times_the_batch_is_not_about_right() -> None:
-    """Twice the batch could save much; that it cannot be told from the batch's own makes it no better."""
-    assert judge(Estimate(4 * 64, 0.95 * 64, 9.4 * 64, 1.0), 64) == "too noisy"
-    assert judge(Estimate(1.9 * 64, 0.95 * 64, 9.4 * 64, 1.0), 64) == "right"
-    assert judge(Estimate(64 / 4, 0.15 * 64, 1.05 * 64, 1.0), 64) == "too noisy"
-
-
-@pytest.mark.parametrize(("every", "advised"), [(1, False), (16, True)])
-def test_looking_more_often_is_advised_where_that_can_be(every: int, *, advised: bool) -> None:
-    """Every window is the most; whether there are too few of them or they are too noisy."""
-    for seen in ([], around(20.0, 1.0)[:3], around(20.0, 1.0)):
-        text = str(make_report(seen, {}, every=every))
-        assert ("every=1" in text) is (advised and bool(seen))
+@pytest.mark.parametrize(("figures", "verdict"), JUDGED)
+def test_a_scale_that_may_be_the_batchs_own_is_right_if_near(figures: tuple[float, float, float], verdict: str) -> None:
+    """Else it cannot be told."""
+    assert judge(Estimate(*(64 * each for each in figures), 1.0), 64) == verdict
 
 
 # Misuse.
 
 
-def packing() -> BigStep:
+def packing() -> GradientNoise:
     """A step that sorts samples: a micro-batch is no random part of its batch."""
     model = mlp()()
-    return BigStep(model, sgd(trained(model)), PLAIN.loss, options=Options(lengths="mask"))
+    return GradientNoise(BigStep(model, sgd(trained(model)), PLAIN.loss, options=Options(lengths="mask")))
 
 
+Noise: Any = GradientNoise
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "an optimizer": (lambda: sgd(trained(mlp()())), r"GradientNoise\(SGD\)(.|\n)*Use: GradientNoise\(accumulator\)"),
+    "an optimizer": (
+        lambda: Noise(sgd(trained(mlp()()))),
+        r"GradientNoise\(SGD\)(.|\n)*Use: GradientNoise\(accumulator\)",
+    ),
     "packing": (packing, r"sorts samples by length(.|\n)*Options\(\)"),
+    "every": (lambda: Noise(Training(steps=2).accumulator, every=0), "every must be a positive integer; found 0"),
+    "last": (lambda: Noise(Training(steps=2).accumulator, last=1.5), "last must be a positive integer; found 1.5"),
 }
 
 
@@ -472,15 +444,7 @@ def test_what_cannot_be_measured_is_refused(name: str) -> None:
     """The optimizer is a likely slip."""
     make, text = REFUSED[name]
     with pytest.raises(ConfigurationError, match=text):
-        GradientNoise(make())
-
-
-@pytest.mark.parametrize("name", ["every", "last"])
-@pytest.mark.parametrize("value", [0, 1.5, True, "8"])
-def test_arguments_are_positive_integers(name: str, value: Any) -> None:
-    """Each is named with what was found."""
-    with pytest.raises(ConfigurationError, match=rf"{name} must be a positive integer; found {value!r}"):
-        GradientNoise(Training(steps=2).accumulator, **{name: value})
+        make()
 
 
 # On a GPU.
