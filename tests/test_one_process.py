@@ -80,7 +80,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("arguments", [["train", "mine.py"], ["train"], ["plan", "mine.py"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["train", __file__], ["train"], ["plan", __file__]])
 def test_a_command_under_torchrun_names_the_examples(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is not read."""
     launch(monkeypatch, 0)

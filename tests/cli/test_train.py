@@ -32,20 +32,12 @@ def test_the_report_has_its_parts_in_order() -> None:
 
 def test_json_is_all_that_is_on_stdout() -> None:
     """The same numbers, for programs."""
-    data = json.loads(run("train", "--seeds", "1", "--epochs", "2", "--json", "--clip", "1.0").stdout)
-    assert [arm["updates"] for arm in data["arms"]] == [126, 30, 32, 32, 32]
-    assert (data["clip_norm"], data["seeds"], data["epochs"]) == (1.0, 1, 2)
+    data = json.loads(run("train", "adamw", "--seeds", "1", "--epochs", "1", "--json", "--clip", "0.5").stdout)
+    assert [arm["updates"] for arm in data["arms"]] == [32, 8, 8, 8, 8]
+    assert (data["clip_norm"], data["seeds"], data["epochs"]) == (0.5, 1, 1)
     assert data["arms"][0]["loss"]["std"] is None
+    assert data["arms"][0]["clipped"]["mean"] == 32
     assert data["arms"][2]["distance"] <= 1e-12
-    assert data["arms"][3]["clipped"]["mean"] == 0
-
-
-def test_adamw_is_clipped() -> None:
-    """Of its 32 updates an epoch every one of the first: it starts where the norms are large."""
-    adamw = run("train", "adamw", "--seeds", "1", "--epochs", "1").stdout
-    assert "clipped at 1" in adamw
-    (row,) = [line for line in adamw.splitlines() if line.startswith("updates clipped")]
-    assert row.split()[2] == "32"
 
 
 @pytest.fixture
@@ -78,12 +70,11 @@ def test_a_file_is_trained_and_seeded(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "nope is no file, and no recipe."),
         (["nope.py"], "nope.py is no file, and no recipe."),
         (["--clip", "0"], "clip_norm must be a positive number"),
         (["--clip", "x"], "Invalid value for '--clip'"),
         (["--seed", "3"], "--seed is for files"),
-        (["mine.py", "--seeds", "3"], "--seeds is for recipes"),
+        (["mine.py", "--seeds", "3"], "a recipe runs --seeds"),
     ],
 )
 def test_misuse_is_short_text_and_exit_code_two(arguments: list[str], message: str, directory: Path) -> None:
@@ -120,7 +111,7 @@ def test_what_is_proved_and_planned_is_trained(layer: str, directory: Path) -> N
     """The three commands take one file, with coupled samples, too."""
     written(directory, layer=layer, more="micro_batch_size=6,")
     assert "Exact: " in run("verify", "mine.py").stdout
-    assert "Next: bigbatch train mine.py" in run("plan", "mine.py").stdout
+    assert "Next: bigbatch train" in run("plan", "mine.py").stdout
     trained = run("train", "mine.py", "--clip", "1.0", "--epochs", "2")
     assert trained.exit_code == 0, trained.output
     assert ("micro-batches of 6, in lock-step" in trained.stdout) == ("Norm" in layer)
@@ -155,12 +146,6 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, check=False, capture_output=True, env={**os.environ, **environment}, text=True)
 
 
-def test_warnings_are_text(directory: Path) -> None:
-    """Without the library's source lines."""
-    written(directory, loop="\nimport warnings; warnings.warn('oh')")
-    assert "warning: oh\n" in python("-m", "bigbatch", "train", "mine.py").stderr
-
-
 def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
     """By typer."""
     result = run("trian")
@@ -177,11 +162,12 @@ def test_help_does_not_load_torch() -> None:
     assert commands == ["train", "plan", "lint", "verify"]
 
 
-def test_an_ascii_terminal_is_no_reason_to_fail() -> None:
-    """What it cannot show is replaced."""
-    result = python("-m", "bigbatch", "train", "--seeds", "1", "--epochs", "1", PYTHONIOENCODING="ascii")
+def test_warnings_are_text_also_on_an_ascii_terminal(directory: Path) -> None:
+    """Without the library's source lines; what the terminal cannot show is replaced."""
+    written(directory, loop="\nimport warnings; warnings.warn('ö')")
+    result = python("-m", "bigbatch", "train", "mine.py", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
-    assert "distance from true 64" in result.stdout
+    assert "warning: ?\n" in result.stderr
 
 
 def test_without_its_libraries_the_command_line_says_what_to_install(directory: Path) -> None:
