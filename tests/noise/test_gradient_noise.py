@@ -415,7 +415,8 @@ JUDGED: list[tuple[tuple[float, float, float], str]] = [
 @pytest.mark.parametrize(("figures", "verdict"), JUDGED)
 def test_a_scale_that_may_be_the_batchs_own_is_right_if_near(figures: tuple[float, float, float], verdict: str) -> None:
     """Else it cannot be told."""
-    assert judge(Estimate(*(64 * each for each in figures), 1.0), 64) == verdict
+    scale, low, high = (64 * each for each in figures)
+    assert judge(Estimate(scale, low, high, 1.0), 64) == verdict
 
 
 # Misuse.
