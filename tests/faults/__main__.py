@@ -1,9 +1,6 @@
 """`make faults`: exceptions at every place of a step, in one process and in several."""
 
-from importlib import import_module
-from importlib.util import find_spec
-
-from tests.faults import campaign, single_faults
+from tests.faults import campaign, rank_faults, single_faults
 from tests.faults.outcomes import Case
 
 _NOTES = [
@@ -35,17 +32,9 @@ def main() -> None:
     if given.exact is not None:
         print(*single_faults.run([Case("single", 0, 0, *given.exact)]))  # noqa: T201 - a runner's result
         return
-    seed = campaign.seed_of("faults", given.seed)
-    parts = [campaign.Part("single", given.count or 10_000, single_faults.draw, single_faults.run)]
-    if find_spec("tests.faults.rank_faults") is not None:
-        ranks = import_module("tests.faults.rank_faults")
-        parts.append(campaign.Part("ranks", given.ranks, ranks.draw, ranks.run))
-    parts = [part for part in parts if given.part in {None, part.name}]
-    if given.case is not None:
-        case = list(parts[0].draw(seed, given.case + 1))[-1]
-        print(case, *parts[0].run([case]), sep="\n")  # noqa: T201 - a runner's result
-        return
-    campaign.end(campaign.run("faults", seed, parts, _NOTES))
+    single = campaign.Part("single", given.count or 10_000, single_faults.draw, single_faults.run)
+    ranks = campaign.Part("ranks", given.ranks, rank_faults.draw, rank_faults.run)
+    campaign.main("faults", given, [part for part in (single, ranks) if given.part in {None, part.name}], _NOTES)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import Queue
+from threading import Event
 
 from benchmarks.machine import this_machine
 from benchmarks.report import RESULTS, Grid, Report, progress
@@ -45,7 +48,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, help="draws the cases; the latest one goes on, or else a new one is taken")
     made.add_argument("--count", type=int, help="how many cases in one process")
     made.add_argument("--case", type=int, help="run this case alone and tell what came of it")
+    made.add_argument("--jobs", type=int, default=1, help="how many processes run cases at once")
     return made
+
+
+def main(name: str, given: argparse.Namespace, parts: Sequence[Part], notes: Sequence[str]) -> None:
+    """Run what was asked for; a case that was not fine is a failure."""
+    seed = seed_of(name, given.seed)
+    if given.case is not None:
+        case = list(parts[0].draw(seed, given.case + 1))[-1]
+        print(case, *parts[0].run([case]), sep="\n")  # noqa: T201 - a runner's result
+        return
+    counts = Counter(outcome.kind for _, outcome in run(name, seed, parts, notes, given.jobs))
+    print(", ".join(f"{counts[kind]:,} {kind}" for kind in OUTCOMES if counts[kind]))  # noqa: T201 - a runner's result
+    sys.exit(int(any(Outcome(kind).is_bad for kind in counts)))
 
 
 def seed_of(name: str, given: int | None) -> int:
@@ -59,73 +75,88 @@ def seed_of(name: str, given: int | None) -> int:
     return seed
 
 
-def run(name: str, seed: int, parts: Sequence[Part], notes: Sequence[str]) -> list[tuple[Case, Outcome]]:
+def run(name: str, seed: int, parts: Sequence[Part], notes: Sequence[str], jobs: int = 1) -> list[tuple[Case, Outcome]]:
     """Run all cases that have not been run with this seed, and write the report."""
     done: list[tuple[Case, Outcome]] = []
     with progress() as bar:
         for part in parts:
             cases = list(part.draw(seed, part.count))
             path = STATE / f"{name}-{part.name}-{seed}.jsonl"
-            known = _read(path, cases)
-            task = bar.add_task(f"{part.name}, seed {seed}", total=len(cases), completed=len(known))
-            left, bad = cases[len(known) :], sum(outcome.kind not in {"fine", "not reached"} for outcome in known)
+            known = _read(path)
+            left = [case for case in cases if case.number not in known]
+            bad = sum(outcome.is_bad for outcome in known.values())
+            task = bar.add_task(part.name, total=len(cases), completed=len(cases) - len(left))
             with path.open("a") as file:
-                for case, outcome in zip(left, part.run(left), strict=True):
-                    file.write(json.dumps({"number": case.number, "kind": outcome.kind, "words": outcome.words}) + "\n")
+                for case, outcome in _at_once(part.run, left, jobs):
+                    file.write(json.dumps({"number": case.number, **asdict(outcome)}) + "\n")
                     file.flush()
-                    known.append(outcome)
-                    bad += outcome.kind not in {"fine", "not reached"}
+                    known[case.number] = outcome
+                    bad += outcome.is_bad
                     bar.update(task, advance=1, description=f"{part.name}, seed {seed}: {bad} not fine")
-            done += zip(cases, known, strict=True)
+            done += [(case, known[case.number]) for case in cases]
     (STATE / f"{name}-latest").unlink(missing_ok=True)  # it is done: the next one takes a new seed
     _report(name, seed, done, notes).write(RESULTS)
     return done
 
 
-def _read(path: Path, cases: Sequence[Case]) -> list[Outcome]:
-    """Return what is known from before; a line that was cut off is run again."""
-    known: list[Outcome] = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+def _at_once(
+    run: Callable[[Sequence[Case]], Iterator[Outcome]], cases: Sequence[Case], jobs: int
+) -> Iterator[tuple[Case, Outcome]]:
+    """Share the cases out among threads, each of which waits for a process; give out what comes as it comes."""
+    found: Queue[tuple[Case, Outcome] | None] = Queue()
+    stopped = Event()
+
+    def work(own: Sequence[Case]) -> None:
         try:
-            found = json.loads(line)
-        except ValueError:
-            break
-        if len(known) == len(cases) or found["number"] != cases[len(known)].number:
-            break
-        known.append(Outcome(found["kind"], found["words"]))
-    if path.exists():
-        kept = path.read_text().splitlines(keepends=True)[: len(known)]
-        path.write_text("".join(kept))
+            for pair in zip(own, run(own), strict=True):
+                found.put(pair)
+                if stopped.is_set():
+                    break
+        finally:
+            found.put(None)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(work, cases[first::jobs]) for first in range(jobs)]
+        try:
+            for _ in futures:
+                while (pair := found.get()) is not None:
+                    yield pair
+        finally:
+            stopped.set()
+        for future in futures:
+            future.result()
+
+
+def _read(path: Path) -> dict[int, Outcome]:
+    """Return what is known from before, by number; a line that was cut off is taken out, and its case run again."""
+    known = {}
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("}\n")]
+    if whole != lines:
+        path.write_text("".join(whole))
+    for line in whole:
+        found = json.loads(line)
+        known[int(found.pop("number"))] = Outcome(**found)
     return known
 
 
 def _report(name: str, seed: int, done: Sequence[tuple[Case, Outcome]], notes: Sequence[str]) -> Report:
     found = [outcome for outcome in OUTCOMES if outcome != "not reached" or any(o.kind == outcome for _, o in done)]
 
-    def grid(title: str, key: Callable[[Case], tuple[str, ...]], header: tuple[str, ...]) -> Grid:
-        counts = Counter((key(case), outcome.kind) for case, outcome in done)
-        rows = sorted({key(case) for case, _ in done})
-        return Grid(title, (*header, *found), [(*row, *(f"{counts[row, kind]:,}" for kind in found)) for row in rows])
+    def grid(title: str, field: str) -> Grid:
+        counts = Counter((f"{c.part}: {c.entrance}", getattr(c, field), o.kind) for c, o in done)
+        rows = sorted({(key, value) for key, value, _ in counts})
+        return Grid(
+            title, ("", field, *found), [(*row, *(f"{counts[(*row, kind)]:,}" for kind in found)) for row in rows]
+        )
 
-    tally = Counter((c.part, c.entrance, c.mode, c.place, o.kind) for c, o in done)
-    grids = [
-        grid(f"{len(done):,} cases, seed {seed}", lambda c: (f"{c.part}: {c.entrance}", c.place), ("", "place")),
-        grid("By error", lambda c: (f"{c.part}: {c.entrance}", c.error), ("", "error")),
-        grid("By mode", lambda c: (f"{c.part}: {c.entrance}", c.mode), ("", "mode")),
-    ]
-    bad = [(c, o) for c, o in done if o.kind not in {"fine", "not reached"}]
+    grids = [grid(f"{len(done):,} cases, seed {seed}", "place"), grid("By error", "error"), grid("By mode", "mode")]
+    bad = [(c, o) for c, o in done if o.is_bad]
     if bad:
         rows: list[tuple[str, ...]] = [
             (str(c.number), f"{c.entrance}, {c.mode}", c.error, o.kind, o.words) for c, o in bad[:_SHOWN]
         ]
         grids.append(Grid(f"Not fine ({len(bad)})", ("case", "mode", "error", "outcome", "what was seen"), rows))
-    return Report(
-        name, this_machine(), grids, list(notes), [Tally(*key, number) for key, number in sorted(tally.items())]
-    )
-
-
-def end(done: Sequence[tuple[Case, Outcome]]) -> None:
-    """Say what came of it; a case that was not fine is a failure."""
-    counts = Counter(outcome.kind for _, outcome in done)
-    print(", ".join(f"{counts[kind]:,} {kind}" for kind in OUTCOMES if counts[kind]))  # noqa: T201 - a runner's result
-    sys.exit(int(any(counts[kind] for kind in OUTCOMES if kind not in {"fine", "not reached"})))
+    tally = Counter((c.part, c.entrance, c.mode, c.place, o.kind) for c, o in done)
+    tallies = [Tally(*key, number) for key, number in sorted(tally.items())]
+    return Report(name, this_machine(), grids, list(notes), list(tallies))

@@ -1,6 +1,8 @@
 """Exceptions that come once: at the k-th operation of torch, a place of a step, a call of a function of bigbatch."""
 
+import os
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -9,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,29 +42,56 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     ),
 }
 OUT_OF_MEMORY = frozenset(ERRORS) - {"RuntimeError", "user's own", "KeyboardInterrupt"}
+STOPS = {"SIGKILL": 0.0, "SIGSTOP": 0.3, "SIGSTOP for long": 6.0}  # of the process, and for how many seconds
 
 
 class Fault:
-    """Counts what is passed by; raises its error once, when `name` is passed for the `at`-th time.
+    """Counts what is passed by; makes its error once, when `name` is passed for the `at`-th time.
 
-    Where `again` is given, it is raised once more so many times later, while the first one is being dealt with.
+    Where `again` is given, it is made once more so many times later, while the first one is being dealt with.
     """
 
     def __init__(self, name: str = "", at: int = 0, error: str = "", again: int = 0) -> None:
         self.name, self.error_name = name, error
         self.left = [at, at + again] if again else [at]  # the times that are still to come
         self.seen: Counter[str] = Counter()
+        self.reached = False
         self.raised: list[BaseException] = []
         self.active = False
 
     def visit(self, name: str) -> None:
-        """Pass by a place."""
+        """Pass by a place, and raise the error there; an interrupt goes to the main thread, as a keyboard's does."""
         if not self.active:
             return
         self.seen[name] += 1
-        if name == self.name and self.left and self.seen[name] == self.left[0]:
-            self.left.pop(0)
-            self.fire()
+        if name != self.name or not self.left or self.seen[name] != self.left[0]:
+            return
+        self.left.pop(0)
+        self.reached = True
+        if self.error_name in STOPS:
+            subprocess.Popen(["/bin/sh", "-c", f"sleep {STOPS[self.error_name]}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGKILL if self.error_name == "SIGKILL" else signal.SIGSTOP)
+            return
+        error = ERRORS[self.error_name]()
+        self.raised.append(error)
+        main = threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not main:
+            assert main.ident is not None
+            signal.pthread_kill(main.ident, signal.SIGINT)
+            return
+        raise error
+
+    def around(self, function: Callable[..., Any], before: str, after: str = "") -> Callable[..., Any]:
+        """Return the function with places before and after it."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.visit(before)
+            found = function(*arguments, **named)
+            if after:
+                self.visit(after)
+            return found
+
+        return call
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -72,34 +102,22 @@ class Fault:
         finally:
             self.active = active
 
-    def fire(self) -> None:
-        """Raise the error; an interrupt goes to the main thread, as those of a keyboard do."""
-        error = ERRORS[self.error_name]()
-        self.raised.append(error)
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)
-            return
-        raise error
-
     def is_own(self, error: BaseException) -> bool:
         """Whether an error is one that was raised here; an interrupt is made anew by its signal."""
         interrupt = self.error_name == "KeyboardInterrupt" and isinstance(error, KeyboardInterrupt)
         return interrupt or any(error is each for each in self.raised)
 
-    def is_behind(self, error: BaseException | None) -> bool:
+    def is_behind(self, error: BaseException) -> bool:
         """Whether an error is the one that was raised, or was raised because of it."""
-        found, seen = [error], set[int]()
-        while found:
-            each = found.pop()
-            if each is None or id(each) in seen:
-                continue
-            if self.is_own(each):
-                return True
-            seen.add(id(each))
-            found += [each.__cause__, each.__context__]
-        return False
+        return any(self.is_own(each) for each in chain(error))
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Return an error with all that it was raised from or while handling."""
+    found = [error]
+    for each in found:
+        found += [e for e in (each.__cause__, each.__context__) if e is not None and all(e is not f for f in found)]
+    return found
 
 
 class _Operations(TorchDispatchMode):
@@ -115,35 +133,25 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def call_name(frame: FrameType) -> str | None:
-    """Return the name of a function of bigbatch that is being called."""
-    code = frame.f_code
-    if not code.co_filename.startswith(PACKAGE):
-        return None
-    module = code.co_filename[len(PACKAGE) + 1 : -3].replace("/", ".")
-    return f"call {module}:{getattr(code, 'co_qualname', code.co_name)}"
-
-
 @contextmanager
 def injecting(fault: Fault, *kinds: str) -> Iterator[None]:
     """Inside, operations ("op") and calls ("call") pass by the fault, also in threads that are started here."""
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and fault.active:
-            name = call_name(frame)
-            if name is not None:
-                fault.visit(name)
+        code = frame.f_code
+        if event == "call" and fault.active and code.co_filename.startswith(PACKAGE):
+            module = code.co_filename[len(PACKAGE) + 1 : -3].replace("/", ".")
+            fault.visit(f"call {module}:{getattr(code, 'co_qualname', code.co_name)}")
+
+    plain = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        with _Operations(fault):
+            plain(thread)
 
     with ExitStack() as stack:
         if "op" in kinds:
-            plain = threading.Thread.run
-
-            def run(thread: threading.Thread) -> None:
-                with _Operations(fault):
-                    plain(thread)
-
-            stack.callback(setattr, threading.Thread, "run", plain)
-            setattr(threading.Thread, "run", run)  # noqa: B010 - mypy minds the plain way
+            stack.enter_context(patch.object(threading.Thread, "run", run))
             stack.enter_context(_Operations(fault))
         if "call" in kinds:
             stack.callback(threading.setprofile, None)

@@ -1,18 +1,22 @@
-"""What a campaign of faults is made of: cases, and what came of them."""
+"""What a campaign of faults is made of: cases, what came of them, and the processes that run them."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
 
 # fine: all is as promised, and training went on to the same weights. wrong: to others, without a word. lost: a batch,
 # a window or an interrupt is gone. leaked: something was left changed. unclear: an error that tells nothing.
 OUTCOMES = ("fine", "not reached", "wrong", "lost", "leaked", "hang", "unclear")
+_LIMIT = 60.0  # seconds without an outcome, then it hangs
 
 
 @dataclass(frozen=True)
 class Case:
     """One fault; everything that is needed to run it again."""
 
-    part: str  # "single" or "ranks"
+    part: str  # "single", "ranks" or "kills"
     number: int  # its place in the draw
     seed: int  # the campaign's
     entrance: str  # "Accumulator" or "BigStep"
@@ -20,10 +24,6 @@ class Case:
     place: str  # "op", "call", "forward", ...
     error: str
     at: int = 0  # which time, where that is part of the draw
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it in plain types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,43 @@ class Outcome:
     kind: str  # one of OUTCOMES
     words: str = ""  # what was seen, on one line
 
-    def __post_init__(self) -> None:
-        """Take no kind that nobody counts."""
-        assert self.kind in OUTCOMES, self.kind
+    @property
+    def is_bad(self) -> bool:
+        """Whether a promise was not kept."""
+        return self.kind not in {"fine", "not reached"}
+
+
+def run_cases(module: str, cases: Sequence[Case]) -> Iterator[Outcome]:
+    """Run cases by the module's `Laboratory().try_out`, in a process that is started anew where one hangs or dies."""
+    context = multiprocessing.get_context("spawn")
+    left = list(cases)
+    while left:
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_serve, args=(module, theirs))
+        child.start()
+        theirs.close()
+        try:
+            while left:
+                ours.send(left[0])
+                outcome = ours.recv() if ours.poll(_LIMIT) else Outcome("hang", f"no word for {_LIMIT:.0f} s")
+                left.pop(0)
+                yield outcome
+                if outcome.kind == "hang":
+                    break
+        except (EOFError, OSError):
+            child.join()
+            left.pop(0)
+            yield Outcome("lost", f"the process ended with status {child.exitcode}")
+        finally:
+            child.kill()
+            child.join()
+
+
+def _serve(module: str, pipe: Connection) -> None:
+    laboratory = import_module(module).Laboratory()
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(laboratory.try_out(case))

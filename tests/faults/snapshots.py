@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from tests.faults.programs import Program
 
@@ -40,41 +40,29 @@ _PATCHABLE: tuple[Any, ...] = (
     threading,
 )
 _FLOOR = 1e-2  # below this norm a number may be the rounding of larger ones that cancel
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
-_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks")
 
 
-def numbers(  # noqa: C901 - one loop for each kind
-    program: Program, *, buffers: bool = True, gradients: bool = True
-) -> dict[str, Any]:
+def copied(tree: Any) -> Any:
+    """Return it in tensors of its own."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def numbers(program: Program, *, buffers: bool = True, gradients: bool = True) -> dict[str, Any]:
     """Return every number that a step may change."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "learning rate": [[float(group["lr"]) for group in o.param_groups] for o in program.optimizers],
+        "scheduler": [scheduler.last_epoch for scheduler in program.schedulers],
+        "scaler": None if program.scaler is None else program.scaler.state_dict(),
+    }
     for i, model in enumerate(program.models):
-        for name, p in model.named_parameters():
-            found[f"parameter {i}.{name}"] = p.detach().clone()
-            if gradients:
-                found[f"gradient {i}.{name}"] = None if p.grad is None else p.grad.detach().clone()
+        found[f"parameter {i}"] = dict(model.named_parameters())
+        if gradients:
+            found[f"gradient {i}"] = {name: p.grad for name, p in model.named_parameters()}
         if buffers:
-            for name, buffer in model.named_buffers():
-                found[f"buffer {i}.{name}"] = buffer.clone()
+            found[f"buffer {i}"] = dict(model.named_buffers())
     for i, optimizer in enumerate(program.optimizers):
-        for j, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            for name, value in sorted(optimizer.state.get(p, {}).items()):
-                kept = value.clone() if isinstance(value, Tensor) else value
-                found[f"optimizer state {i}.{j}.{name}"] = kept
-        found[f"learning rate {i}"] = [float(group["lr"]) for group in optimizer.param_groups]
-    for i, scheduler in enumerate(program.schedulers):
-        found[f"scheduler {i}"] = scheduler.last_epoch
-    if program.scaler is not None:
-        found["scaler"] = sorted(program.scaler.state_dict().items())
-    return found
+        found[f"optimizer state {i}"] = optimizer.state_dict()["state"]
+    return {keystr(path): copied(leaf) for path, leaf in tree_leaves_with_path(found)}
 
 
 def randomness() -> dict[str, Any]:
@@ -108,55 +96,37 @@ def surroundings(program: Program | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "function modes": len(_get_current_function_mode_stack()),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "anomaly mode": torch.is_anomaly_enabled(),
         "default dtype": torch.get_default_dtype(),
         "threads of torch": torch.get_num_threads(),
         "saved tensors hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "garbage collection": gc.isenabled(),
         "signal handler": signal.getsignal(signal.SIGINT),
-        "excepthook": sys.excepthook,
-        "thread excepthook": threading.excepthook,
+        "excepthooks": (sys.excepthook, threading.excepthook),
         "processors": os.sched_getaffinity(0),
         "switch interval": sys.getswitchinterval(),
         "warnings": len(warnings.filters),
     }
     for place in _PATCHABLE:
         for name, value in list(vars(place).items()):
-            if isinstance(value, FunctionType) or (callable(value) and not isinstance(value, type | ModuleType)):
+            if callable(value) and not isinstance(value, type | ModuleType):
                 found[f"{getattr(place, '__name__', place)}.{name}"] = id(value)
-    if program is not None:
-        found |= _hooks(program)
+    for i, model in enumerate(() if program is None else program.models):
+        for name, part in [*model.named_modules(), *model.named_parameters()]:
+            kept = (type(part), getattr(part, "training", None), getattr(part, "grad_dtype", None))
+            found[f"model {i} {name}"] = (*kept, _attributes(part))
+    for i, optimizer in enumerate(() if program is None else program.optimizers):
+        found[f"optimizer {i}"] = _attributes(optimizer)
     return found
 
 
-def _hooks(program: Program) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for i, model in enumerate(program.models):
-        for name, module in model.named_modules():
-            found[f"module {i}.{name}"] = (type(module), sorted(vars(module)), module.training)
-            found[f"hooks of module {i}.{name}"] = [len(getattr(module, hooks, ())) for hooks in _HOOKS]
-        for name, p in model.named_parameters():
-            own = (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
-            found[f"hooks of parameter {i}.{name}"] = (*own, sorted(vars(p)), getattr(p, "grad_dtype", None))
-    for i, optimizer in enumerate(program.optimizers):
-        found[f"hooks of optimizer {i}"] = [len(getattr(optimizer, hooks, ())) for hooks in _OPTIMIZER_HOOKS]
-        found[f"attributes of optimizer {i}"] = sorted(vars(optimizer))
-    return found
+def _attributes(thing: Any) -> list[str]:
+    """Return the names of its attributes, with how many hooks it has of each kind."""
+    names = [*vars(thing), *(("_backward_hooks", "_post_accumulate_grad_hooks") if isinstance(thing, Tensor) else ())]
+    return sorted(f"{name} {len(getattr(thing, name) or ()) if 'hooks' in name else ''}" for name in names)
 
 
 def patched(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     """Name what is no longer as it was; functions that an import has added since are none of it."""
     return [name for name in then if now.get(name, "gone") != then[name]]
-
-
-def copied(batch: Any) -> Any:
-    """Return a batch in tensors of its own."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def workers() -> list[threading.Thread]:
-    """Return the threads of bigbatch that run."""
-    return [thread for thread in threading.enumerate() if "bigbatch" in thread.name]
