@@ -136,7 +136,7 @@ def _read(path: Path) -> dict[int, Outcome]:
         path.write_text("".join(whole))
     for line in whole:
         found = json.loads(line)
-        known[int(found.pop("number"))] = Outcome(**found)
+        known[found["number"]] = Outcome(found["kind"], found["words"])
     return known
 
 
@@ -144,11 +144,9 @@ def _report(name: str, seed: int, done: Sequence[tuple[Case, Outcome]], notes: S
     found = [outcome for outcome in OUTCOMES if outcome != "not reached" or any(o.kind == outcome for _, o in done)]
 
     def grid(title: str, field: str) -> Grid:
-        counts = Counter((f"{c.part}: {c.entrance}", getattr(c, field), o.kind) for c, o in done)
-        rows = sorted({(key, value) for key, value, _ in counts})
-        return Grid(
-            title, ("", field, *found), [(*row, *(f"{counts[(*row, kind)]:,}" for kind in found)) for row in rows]
-        )
+        counts = Counter(((f"{c.part}: {c.entrance}", str(getattr(c, field))), o.kind) for c, o in done)
+        rows = sorted({row for row, _ in counts})
+        return Grid(title, ("", field, *found), [(*row, *(str(counts[row, kind]) for kind in found)) for row in rows])
 
     grids = [grid(f"{len(done):,} cases, seed {seed}", "place"), grid("By error", "error"), grid("By mode", "mode")]
     bad = [(c, o) for c, o in done if o.is_bad]

@@ -44,6 +44,8 @@ def look_at(error: BaseException, fault: Fault) -> None:
     accused = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
     if fault.is_own(error) or (isinstance(error, OutOfMemory) and fault.error_name in OUT_OF_MEMORY):
         return
+    if fault.printed and "a thread of this window ended" in str(error):
+        return
     if not fault.is_behind(error):
         raise Trouble("unclear", f"an error of something else: {accused}") from error
     if isinstance(error, LossError) or not isinstance(error, BigBatchError | RuntimeError):

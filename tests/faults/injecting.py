@@ -57,7 +57,7 @@ class Fault:
         self.seen: Counter[str] = Counter()
         self.reached = False
         self.raised: list[BaseException] = []
-        self.active = False
+        self.active = self.printed = False  # printed: by Python, since it ended a thread
 
     def visit(self, name: str) -> None:
         """Pass by a place, and raise the error there; an interrupt goes to the main thread, as a keyboard's does."""

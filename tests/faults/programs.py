@@ -244,6 +244,12 @@ def program(entrance: str, mode: str, fault: Fault) -> Program:
     return made(entrance, fault, **MODES[entrance][mode])
 
 
+def _pass_by(fault: Fault, part: Any, *methods: str) -> None:
+    for method in methods:
+        name = f"{type(part).__name__}.{method}"
+        setattr(part, method, fault.around(getattr(part, method), f"{name} before", f"{name} after"))
+
+
 def made(
     entrance: str,
     fault: Fault,
@@ -266,20 +272,19 @@ def made(
     models = [net(fault).to(dtype) for _ in range(nets)]
     optimizers: list[torch.optim.Optimizer] = []
     for index, model in enumerate(models):
-        if adam or index:
-            optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
-        else:
-            optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False))
+        of: Any = (
+            partial(torch.optim.AdamW, lr=0.05) if adam or index else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        )
+        optimizers.append(of(model.parameters(), foreach=False))
         optimizers[-1].register_step_pre_hook(lambda *_: fault.visit("optimizer before"))
         optimizers[-1].register_step_post_hook(lambda *_: fault.visit("optimizer after"))
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], gamma=0.8)] if schedule else []
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if scaled else None
-    if scaler is not None:  # its tensors are made at the first call, and torch does not survive a failure there
-        scaler.scale(torch.zeros(()))
-    for part, methods in ((scaler, ("unscale_", "step", "update")), *((each, ("step",)) for each in schedulers)):
-        for method in methods if part is not None else ():
-            name = f"{type(part).__name__}.{method}"
-            setattr(part, method, fault.around(getattr(part, method), f"{name} before", f"{name} after"))
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))  # makes its tensors: torch does not survive a failure there
+        _pass_by(fault, scaler, "unscale_", "step", "update")
+    for each in schedulers:
+        _pass_by(fault, each, "step")
     for name in ("counts", "collate", "lengths"):  # what users pass as functions
         if callable(settings.get(name)):
             settings[name] = fault.around(settings[name], name)

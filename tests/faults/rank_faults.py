@@ -113,7 +113,9 @@ def _run(fault: Case | None, case: Case) -> list[Any]:
     return [each if isinstance(each, Result) else None for each in results]
 
 
-def _judged(case: Case, found: Sequence[Any], undisturbed: Sequence[Result]) -> Outcome:
+def _judged(  # noqa: PLR0911 - one for each promise
+    case: Case, found: Sequence[Any], undisturbed: Sequence[Result]
+) -> Outcome:
     faulty = case.at // 1000
     mine, other = found[faulty], found[1 - faulty]
     where = f"rank {faulty}, {case.place}, time {case.at % 1000}"

@@ -52,10 +52,11 @@ class Laboratory:
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
         self._undisturbed: dict[tuple[str, str, tuple[int, ...]], _Undisturbed] = {}
+        self._fault = Fault()
         self._stuck: list[threading.Thread] = []
         self._unseen: list[str] = []  # what Python could raise nowhere
         sys.unraisablehook = lambda args: self._unseen.append(f"{args.exc_type.__name__} in {args.object!r}"[:120])
-        threading.excepthook = lambda args: self._unseen.append(f"thread: {args.exc_type.__name__}")
+        threading.excepthook = self._printed
         for entrance, modes in MODES.items():
             for mode in modes:
                 _Undisturbed(entrance, mode)  # what imports and first calls leave is there then
@@ -70,6 +71,7 @@ class Laboratory:
         again = by.choice([1, 2, 3, by.randint(4, 40)]) if case.place == "op, twice" else 0
         fault = Fault(name, at, case.error, again)
         self._unseen.clear()
+        self._fault = fault
         try:
             outcome = self._tried(case, fault, policy)
         except Trouble as trouble:
@@ -85,6 +87,10 @@ class Laboratory:
             outcome = Outcome("leaked", left)
         where = f"{name} #{at}{f' and {again} later' if again else ''}, {policy}"
         return outcome if outcome.kind == "fine" else Outcome(outcome.kind, f"{where}: {outcome.words}")
+
+    def _printed(self, of: threading.ExceptHookArgs) -> None:
+        self._unseen.append(f"thread: {of.exc_type.__name__}")
+        self._fault.printed = True
 
     def _true(self, case: Case, cuts: Sequence[int] = ()) -> "_Undisturbed":
         key = (case.entrance, case.mode, tuple(cuts))
