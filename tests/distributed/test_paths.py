@@ -101,12 +101,12 @@ def test_ranks_at_different_places_all_say_so(name: str, samples: int) -> None:
     assert {each.partition(":")[0] for each in found} <= set(kinds), found
     if kinds == ["PathsDiffer"]:
         for each in found:
-            assert "    rank 0 is at across." in each or name == "once more"
-            assert "    rank 1 is at across." in each
+            assert "    rank 0: across." in each or name == "once more"
+            assert "    rank 1: across." in each
             assert "test_paths.py, line" in each
     if name == "gather or mean":
-        assert "rank 0 is at across.mean of [4] float64" in found[0]
-        assert "rank 1 is at across.gather of [rows, 4] float64" in found[0]
+        assert "rank 0: across.mean of [4] float64" in found[0]
+        assert "rank 1: across.gather of [rows, 4] float64" in found[0]
 
 
 def again(rank: int, inside: bool) -> Any:

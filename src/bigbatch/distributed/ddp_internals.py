@@ -6,23 +6,15 @@ from torch.nn.parallel import DistributedDataParallel
 _FIRST = "_static_graph_delay_allreduce_enqueued"
 
 
+def speak(wrapper: DistributedDataParallel, *, backward: bool = True, forward: bool = True) -> None:
+    """Have a wrapper's next backward reduce what has been added up, and its forward send buffers; or not."""
+    wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
+    setattr(wrapper, _FIRST, not backward)
+
+
 def silence(wrapper: DistributedDataParallel) -> None:
     """Have a wrapper's forward and backward reduce nothing, and send no buffers."""
-    wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
-    setattr(wrapper, _FIRST, True)
-
-
-def let_speak(wrapper: DistributedDataParallel) -> None:
-    """Have its next backward reduce what has been added up until then; its forward sends no buffers."""
-    wrapper.require_backward_grad_sync = True
-    wrapper.require_forward_param_sync = False  # until its forward says that the backward will reduce
-    setattr(wrapper, _FIRST, False)
-
-
-def speak(wrapper: DistributedDataParallel) -> None:
-    """Leave a wrapper as it was."""
-    let_speak(wrapper)
-    wrapper.require_forward_param_sync = True
+    speak(wrapper, backward=False, forward=False)
 
 
 def share_buffers(wrapper: DistributedDataParallel) -> None:

@@ -61,13 +61,15 @@ class Ranks(Team):
         """Return where to send from what is on a device: shards may wait where their group knows no way from."""
         return self.device or device
 
-    def rows(self, about: str, numbers: Sequence[Count], device: torch.device, *, code: int = 0) -> list[list[float]]:
+    def rows(
+        self, place: str, numbers: Sequence[Count], device: torch.device, *, code: int = 0, is_across: bool = False
+    ) -> list[list[float]]:
         """Contribute a row of numbers; returns those of all ranks, padded with zeros.
 
-        Raises on all ranks where one has failed, or has come to something else than `about`.
+        Raises on all ranks where one has failed, or has come to another place; `is_across`: one inside of a loss.
         """
-        place = fingerprint(about, str(self._number), str(self._loops))
-        found = self._gather([code, place, *numbers], device)
+        place = f"{place} (loop {self._loops} of Accumulator or BigStep {self._number})"
+        found = self._gather([code, fingerprint(place), *numbers], device)
         codes, was, self.spoken = {row[0] for row in found}, self.spoken, True
         if _FAILED in codes:
             failed = ", ".join(str(name) for name, row in zip(self._names, found, strict=True) if row[0] == _FAILED)
@@ -81,11 +83,13 @@ class Ranks(Team):
         if _SEVERAL in codes:
             raise SeveralCounts("the terms of this loss were averaged over different things, on some rank.")
         if len({row[1] for row in found}) > 1:
-            raise WindowError(
-                "the ranks are at different places: one closes a window, or has left its loop over `over` by break, "
-                "and another has not.",
-                fix="the same windows in the same order on every rank: break on all or none, the same steps=, as many "
-                "batches where one `over` is inside another's, and as many accumulators and BigSteps",
+            said = self._exchange((is_across, place))
+            listed = "".join(f"\n    rank {rank}: {each}" for rank, (_, each) in zip(self._names, said, strict=True))
+            raise (PathsDiffer if all(inside for inside, _ in said) else WindowError)(
+                f"the ranks are at different places, and cannot go on together:{listed}",
+                fix="the same windows on every rank: break on all or none, the same steps=, as many batches where one "
+                "`over` is inside another's, as many accumulators and BigSteps; and the same operations of `across` "
+                "in the same order, also in backward: no `if` on the rank or on the data, no other shapes",
             )
         self.spoken = was
         return [row[_HEADER:] for row in found]
@@ -103,15 +107,14 @@ class Ranks(Team):
         """Tell others that counts must be known in advance."""
         if not self.spoken:
             with suppress(SeveralCounts):
-                self.rows("statement", [], device, code=_SEVERAL)
+                self.rows("the end of a window", [], device, code=_SEVERAL)
 
     def _gather(self, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
         assert len(numbers) <= _NUMBERS  # noqa: S101 - a longer row than others send would leave all of them waiting
-        here = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
-        row = torch.tensor([*here, *[0.0] * (_NUMBERS - len(here))], dtype=torch.float64, device=self.wire(device))
-        for place, number in enumerate(numbers):
-            if isinstance(number, Tensor):
-                row[place] = number
+        row = torch.zeros(_NUMBERS, dtype=torch.float64, device=self.wire(device))
+        row[: len(numbers)] = torch.stack(
+            [torch.as_tensor(each, dtype=torch.float64, device=row.device) for each in numbers]
+        )
         every = row.new_empty(self.size, _NUMBERS)
         with naming_lost_ranks():
             dist.all_gather(list(every.unbind()), row, group=self.group)
@@ -125,27 +128,23 @@ class Ranks(Team):
         dist.all_gather_object(found, own, group=self.group)
         return found
 
-    def most(self, number: int, device: torch.device) -> int:
-        """Return the largest of all ranks' numbers."""
-        return round(max(row[0] for row in self.rows("passes", [number], device)))
-
     def announce(self, title: str, device: torch.device) -> None:
         """Say which collective this rank has come to; raise on all ranks where they have come to different ones."""
-        codes = [row[0] for row in self.rows("collective", [fingerprint(title)], device)]
-        if len(set(codes)) > 1:
-            titles = zip(self._names, self._exchange(title), strict=True)
-            listed = "\n".join(f"    rank {rank} is at {each}" for rank, each in titles)
-            raise PathsDiffer(
-                f"the ranks of this window took different paths, and cannot go on together:\n{listed}",
-                fix="the same operations across micro-batches on all ranks in the same order, also in backward: no "
-                "`if` on the rank or on the data, no tensors of different shapes",
-            )
+        self.rows(title, [], device, is_across=True)
+
+    def numbers(self, own: int, device: torch.device) -> list[int]:
+        """Return one whole number of every rank, in their order."""
+        return [round(row[0]) for row in self.rows("a number of each rank", [own], device)]
+
+    def most(self, number: int, device: torch.device) -> int:
+        """Return the largest of all ranks' numbers."""
+        return max(self.numbers(number, device))
 
     def begin_loop(self, device: torch.device, *, has_batches: bool) -> None:
         """Begin a loop; where DDP reduces by itself, all ranks must have batches, or none: it cannot be told there."""
         self._loops += 1
         if self.overlap and not self.sharded:
-            self.rows(f"batches: {has_batches}", [], device)
+            self.rows(f"a loop over {'some' if has_batches else 'no'} batches", [], device)
 
     def check_loss(self, dtype: torch.dtype) -> None:
         """Before a backward: raise where it would not be added up as it should."""
@@ -161,19 +160,18 @@ class Ranks(Team):
         That of a sum is sent as -1.
         """
         said = [-1.0 if isinstance(each, TotalOfSum) else each for each in own]
-        there = [row for row in self.rows("totals", [len(own), *said], device) if row[0]]
+        there = [row for row in self.rows("totals in advance", [len(own), *said], device) if row[0]]
         if len({(row[0], *(each < 0 for each in row)) for row in there}) > 1:
             raise LossError(
                 "the ranks of this window have different losses: other numbers of terms, or means and sums.",
                 fix="every term on every rank, times 0 where it does not apply",
             )
-        number = round(there[0][0]) if there else 0
-        columns = list(zip(*there, strict=True))[1 : 1 + number]
+        columns = list(zip(*there, strict=True))[1 : 1 + round(max((row[0] for row in there), default=0))]
         return tuple(TotalOfSum(1.0) if column[0] < 0 else sum(column) for column in columns)
 
     def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
         """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
-        self.unit = max(sum(row[0] for row in self.rows("unit", [total], device)), 1.0)
+        self.unit = max(sum(row[0] for row in self.rows("the first loss", [total], device)), 1.0)
         return self.unit
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
@@ -188,7 +186,7 @@ class Ranks(Team):
         words = {**words, "common": common}
         form, same = (fingerprint(*words[name].values()) for name in ("form", "common"))
         self.spoken = True
-        rows = self.rows("statement", mine._replace(form=form, common=same).numbers, gradients.device)
+        rows = self.rows("the end of a window", mine._replace(form=form, common=same).numbers, gradients.device)
         found = agree(rows, lambda name: self._exchange(words[name]), self._names)
         self.others_go_on = found.going > mine.going
         return found
@@ -213,10 +211,6 @@ class Ranks(Team):
             self.announce(title, device)
         yield
         self.elsewhere = was
-
-    def numbers(self, own: int, device: torch.device) -> list[int]:
-        """Return one whole number of every rank, in their order."""
-        return [round(row[0]) for row in self.rows("numbers", [own], device)]
 
     def summed(self, own: Tensor, title: str = "") -> Tensor:
         """Add up a tensor over all ranks, under a title or none."""

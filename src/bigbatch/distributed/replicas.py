@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.ddp_internals import has_hook, let_speak, share_buffers, silence
-from bigbatch.distributed.fsdp_internals import local
+from bigbatch.distributed.ddp_internals import has_hook, share_buffers, speak
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
 from bigbatch.distributed.statement import Statement, Words, bits_in_one, in_one
 from bigbatch.distributed.team import adding_zeros
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
 
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
-_IN_FLIGHT = 2  # buckets under way while the next one is filled
 
 
 class Replicas(Ranks):
@@ -51,10 +49,10 @@ class Replicas(Ranks):
         """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
         self._reduces = self.overlap and last
         for wrapper in self.wrappers:
-            (let_speak if self._reduces else silence)(wrapper)
+            speak(wrapper, backward=self._reduces, forward=False)
 
     def open_window(self) -> None:
-        """Begin a window, of which nothing was said yet."""
+        """Begin a window, of which nothing was said yet, and nothing was reduced."""
         super().open_window()
         self._reduced = False
 
@@ -95,13 +93,10 @@ class Replicas(Ranks):
             )
         refuse_hooks(found=not self.overlap and any(map(has_hook, self.wrappers)))
         if not self.windows:
-            mine = mine._replace(weights=in_one([*gradients.parameters, *self._frozen()], gradients.device))
+            frozen = (p for model in self._models for p in model.parameters() if not p.requires_grad)
+            plain = [p for p in frozen if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
+            mine = mine._replace(weights=in_one([*gradients.parameters, *plain], gradients.device))
         return super().agree(mine, words, gradients)
-
-    def _frozen(self) -> list[Tensor]:
-        """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
-        every = (p for model in self._models for p in model.parameters() if not p.requires_grad)
-        return [p for p in every if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
 
     def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct the gradients and add them up over all ranks, unless DDP has."""
@@ -126,18 +121,6 @@ def refuse_hooks(*, found: bool) -> None:
         )
 
 
-def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
-    """Return the gradients of some parameters, held so that no new one takes an old one's place, and their versions."""
-    every = [None if p.grad is None else local(p.grad) for p in parameters]
-    return [(each, 0 if each is None else each._version) for each in every]  # noqa: SLF001 - torch's own counter
-
-
-def reached(before: Sequence[tuple[Tensor | None, int]], parameters: Sequence[Tensor]) -> bytes:
-    """Return of each parameter whether a backward has added to its gradient since `versions`."""
-    both = zip(before, versions(parameters), strict=True)
-    return bytes(now is not was or version != then for (was, then), (now, version) in both)
-
-
 def add_up(
     ranks: Ranks, group: dist.ProcessGroup, gradients: "Gradients", correction: Count, agreement: Statement
 ) -> None:
@@ -145,22 +128,12 @@ def add_up(
     if agreement.missing:
         gradients.fill(ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device))
     gradients.scale(correction)
-    under_way: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
     dense = gradients.dense() if dist.get_world_size(group) > 1 else []
     for device in dict.fromkeys(gradient.device for gradient in dense):
         for bucket in _take_tensors([gradient for gradient in dense if gradient.device == device], _BUCKET):
-            if len(under_way) == _IN_FLIGHT:  # some are sent while the next one is filled
-                _arrive(*under_way.pop(0))
             # A lone tensor may be large, and is sent from where it is.
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
             flat = flat.to(ranks.wire(flat.device))
-            under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
-    for each in under_way:
-        _arrive(*each)
-
-
-def _arrive(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
-    if work is not None:
-        work.wait()
-    if flat.data_ptr() != bucket[0].data_ptr():
-        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+            dist.all_reduce(flat, group=group)
+            if flat.data_ptr() != bucket[0].data_ptr():
+                torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch.distributed import fsdp_internals as fsdp
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.replicas import add_up, reached, refuse_hooks, versions
+from bigbatch.distributed.replicas import add_up, refuse_hooks
 from bigbatch.distributed.statement import Statement, Words
 from bigbatch.distributed.team import adding_zeros, restore_after
 from bigbatch.errors import ConfigurationError, WindowError
@@ -59,7 +59,7 @@ class Shards(Ranks):
     def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
         """Have a backward inside reduce the shards of some parameters, or keep their gradients whole."""
         reduces = self._last or not self.overlap
-        before = versions(own) if reduces else []
+        before = _versions(own) if reduces else []
         fsdp.reduce_in_backward(self._groups, set(map(id, own)), reduces=reduces)
         with (
             naming_lost_ranks(),
@@ -70,7 +70,9 @@ class Shards(Ranks):
         self.holds_back = not reduces
         if reduces:
             fsdp.reduce_left(self._parts)
-            self._reached = zlib.crc32(reached(before, own), self._reached)
+            both = zip(before, _versions(own), strict=True)
+            reached = bytes(now is not was or version != then for (was, then), (now, version) in both)
+            self._reached = zlib.crc32(reached, self._reached)
 
     def open_window(self) -> None:
         """Begin a window, of which nothing was said yet."""
@@ -112,6 +114,12 @@ class Shards(Ranks):
             fsdp.drop_waiting(self._parts, set(map(id, own)))
         elif self._reached:
             self._reached = zlib.crc32(b"dropped", self._reached)
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
+    """Return the gradients of some parameters, held so that no new one takes an old one's place, and their versions."""
+    every = [None if p.grad is None else fsdp.local(p.grad) for p in parameters]
+    return [(each, 0 if each is None else each._version) for each in every]  # noqa: SLF001 - torch's own counter
 
 
 def _one_mesh(groups: Sequence[Any]) -> DeviceMesh:

@@ -7,7 +7,6 @@ cannot make one big batch, all raise the same error, which names the ranks that 
 import hashlib
 import math
 import zlib
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,9 @@ from bigbatch.errors import BigBatchError, ConfigurationError, LossError, Severa
 from bigbatch.loss.count import LOW_PRECISION, RATIO_TOLERANCE, Count
 
 KINDS = ("", "mean", "sum", "known")  # of the terms over data
-Words = Mapping[str, Mapping[str, str]]  # by the field of `Row` that is their fingerprint; exchanged where it differs
+Words = Mapping[
+    str, Mapping[str, str]
+]  # by the field of `Statement` that is their fingerprint; exchanged where it differs
 _SAME = 1e-6  # relative: sums of weights in float32
 _NOT_SAID = frozenset("lr params param_names fused foreach capturable differentiable initial_lr".split())
 
@@ -68,19 +69,19 @@ def agree(numbers: Sequence[Any], exchange: Callable[[str], list[Any]], ranks: S
     """
     rows = [Statement(KINDS[int(each[0])], *each[1 : len(Statement._fields)]) for each in numbers]
     for check in _ALIKE:
-        differ = _differing(check, rows)
-        if any(differ):
+        if others := check.others(rows, ranks):
             said = exchange(check.field) if check.field in {"common", "form"} else [{}]
-            found = _differences(said, ranks) or f"others on {_named(ranks, differ)}"
-            raise check.error(_DIFFER.format(check.what), found=found, fix=check.fix)
-    empty = [not row.micro_batches for row in rows]
-    if any(row.shares_once for row in rows) and any(empty):
+            found = _differences(said, ranks) or f"others on {_named(others)}"
+            problem = f"the ranks of this window have {check.what}, and cannot make one update. Nothing was stepped."
+            raise check.error(problem, found=found, fix=check.fix)
+    empty = [rank for rank, row in zip(ranks, rows, strict=True) if not row.micro_batches]
+    if empty and any(row.shares_once for row in rows):
         raise WindowError(
             "this loss has a term of parameters alone, of which every rank adds its share, and "
-            f"{_named(ranks, empty)} has no micro-batch in this window.",
+            f"{_named(empty)} has no micro-batch in this window.",
             fix="a micro-batch on every rank; or weight_decay= of the optimizer in the term's place",
         )
-    kind = next((row.kind for row in rows if row.micro_batches), "")
+    kind = next((row.kind for row in rows if row.kind), "")
     return Statement(
         kind=kind,
         total=sum(row.total for row in rows) if kind == "mean" else 0.0,
@@ -103,10 +104,20 @@ class _Alike(NamedTuple):
     error: type[BigBatchError]
     fix: str
     within: float = 0.0  # relative: numbers so close are the same
-    counts: Callable[[Statement], object] = lambda _: True  # whether a rank has anything to compare
+    none: float | None = None  # what a rank says that has nothing to compare
+
+    def others(self, rows: Sequence[Statement], ranks: Sequence[int]) -> list[int]:
+        """Return who differs from the first; in what backwards reached, from the first of its replica."""
+        place, found = Statement._fields.index(self.field), []
+        first: dict[float, Any] = {}
+        for rank, row in zip(ranks, rows, strict=True):
+            mine: Any = row.numbers[place]
+            if mine != self.none:
+                than = first.setdefault(row.replica * (self.field == "reached"), mine)
+                found += [rank] if abs(mine - than) > self.within * max(abs(mine), abs(than)) else []
+        return found
 
 
-_DIFFER = "the ranks of this window have {}, and cannot make one update. Nothing was stepped."
 _LOSS = "the same loss on every rank; where its factor is meant to differ (mixup), count=n or counted(loss, n)"
 _ALIKE = (
     _Alike(
@@ -126,15 +137,15 @@ _ALIKE = (
         "a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(), and no parameter "
         "that DDP does not have; or Accumulator(...) without overlap=True, which reduces when a window closes",
     ),
-    _Alike("kind", "different losses (mean or sum)", LossError, _LOSS, counts=lambda row: row.micro_batches),
-    _Alike("form", "different losses (terms or factors)", LossError, _LOSS, counts=lambda row: row.form),
+    _Alike("kind", "different losses (mean or sum)", LossError, _LOSS, none=0),
+    _Alike("form", "different losses (terms or factors)", LossError, _LOSS, none=0),
     _Alike(
         "ratio",
         "terms that were averaged over different things, in different ratios",
         SeveralCounts,
         "Accumulator(..., counts=lambda batch: (tokens, samples))",
         within=RATIO_TOLERANCE,
-        counts=lambda row: row.ratio >= 0,
+        none=-1.0,
     ),
     _Alike(
         "reached",
@@ -145,31 +156,18 @@ _ALIKE = (
 )
 
 
-def _differing(check: _Alike, rows: Sequence[Statement]) -> list[bool]:
-    """Return of each rank whether it differs from the first; from that of its replica in what backwards reached."""
-    first: dict[float, float] = {}
-    found = []
-    for row in rows:
-        mine: Any = row.numbers[Statement._fields.index(check.field)]
-        than = first.setdefault(row.replica * (check.field == "reached"), mine) if check.counts(row) else mine
-        found.append(abs(mine - than) > check.within * max(abs(mine), abs(than)))
-    return found
-
-
 def _differences(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
     """Return what differs in the words of all ranks, of what all of them have said."""
-    every = {name: [each.get(name) for each in said] for name in said[0]}
-    found = {name: values for name, values in every.items() if None not in values and len({*values}) > 1}
-    listed = (
-        f"{name}: {', '.join(f'{value} on rank {rank}' for rank, value in zip(ranks, values, strict=True))}"
-        for name, values in found.items()
-    )
-    return "; ".join(listed)
+    found = []
+    for name in said[0]:
+        values = [each.get(name) for each in said]
+        if None not in values and len({*values}) > 1:
+            found.append(f"{name}: {', '.join(f'{value} on rank {rank}' for rank, value in zip(ranks, values))}")  # noqa: B905
+    return "; ".join(found)
 
 
-def _named(ranks: Sequence[int], flags: Sequence[object]) -> str:
-    found = [str(rank) for rank, flag in zip(ranks, flags, strict=True) if flag]
-    return f"rank{'s' * (len(found) > 1)} {', '.join(found)}"
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 # What a rank says of itself.
@@ -214,8 +212,8 @@ def in_words(value: object) -> str:
 
 def trained(every: Sequence[Tensor]) -> str:
     """Return in words which parameters are trained, by their places in the optimizers and their sizes."""
-    sizes = array("q", [p.numel() if p.requires_grad else -1 for p in every])
-    return f"{sum(size >= 0 for size in sizes)} of {len(sizes)} (code {zlib.crc32(sizes.tobytes()):x})"
+    sizes = [p.numel() if p.requires_grad else -1 for p in every]
+    return f"{sum(size >= 0 for size in sizes)} of {len(sizes)} (code {zlib.crc32(str(sizes).encode()):x})"
 
 
 def in_one(tensors: Sequence[Tensor], device: torch.device) -> float:
@@ -228,13 +226,12 @@ def in_one(tensors: Sequence[Tensor], device: torch.device) -> float:
         torch.linalg.vector_norm(each.detach(), 1, dtype=torch.float32 if each.dtype in LOW_PRECISION else None)
         for each in tensors
     ]
-    sums: list[float] = torch.stack([each.to(device, torch.float32) for each in norms]).tolist() if norms else []
-    return sum(place * each for place, each in enumerate(sums, 1))
+    sums = torch.stack([each.to(device, torch.float32) for each in norms]).tolist() if norms else []
+    return float(sum(place * each for place, each in enumerate(sums, 1)))
 
 
 def bits_in_one(tensors: Sequence[Tensor]) -> float:
     """Return one number of the bits of some tensors, in whatever order a device adds them; this waits for it."""
-    real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-    bits = [each.view(torch.int64 if each.element_size() == 8 else torch.int32) for each in real]  # noqa: PLR2004 - bytes
-    sums = torch.stack([each.sum().to(bits[0].device) for each in bits]).tolist() if bits else []
-    return fingerprint(*map(str, sums))
+    sums = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    sums = [each.reshape(-1).view(torch.int32).sum().to(tensors[0].device) for each in sums]
+    return fingerprint(*map(str, torch.stack(sums).tolist() if sums else []))
