@@ -56,11 +56,6 @@ def team_of(
         _refuse_hidden_wrappers(models)
         if group is None:
             _warn_of_others(dist.get_world_size())
-    if any(getattr(wrapper, "mixed_precision", None) is not None for wrapper in wrappers):
-        raise ConfigurationError(
-            "DistributedDataParallel(..., mixed_precision=...) casts gradients back only where DDP reduces each.",
-            fix="autocast instead of mixed_precision=:  with torch.autocast(device, torch.bfloat16): ...",
-        )
     chosen = _one_group([wrapper.process_group for wrapper in wrappers], group)
     if chosen is None or dist.get_world_size(chosen) == 1:
         return Team(wrappers)
@@ -70,25 +65,30 @@ def team_of(
 def data_parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Return the DDP wrappers in some models, nested ones too; refuse wrappers that reduce in their own way."""
     every = list({id(module): module for model in models for module in model.modules()}.values())
-    if found := _UNSUPPORTED & {kind.__name__ for module in every for kind in type(module).__mro__}:
+    found = _UNSUPPORTED & {kind.__name__ for module in every for kind in type(module).__mro__}
+    wrappers = [module for module in every if isinstance(module, DistributedDataParallel)]
+    if any(getattr(wrapper, "mixed_precision", None) is not None for wrapper in wrappers):
+        found |= {"DistributedDataParallel(..., mixed_precision=...)"}
+    if found:
         raise ConfigurationError(
-            "a wrapper of this model reduces gradients, accumulates or splits batches in a way of its own.",
+            "a wrapper of this model reduces gradients, accumulates, casts or splits batches in a way of its own.",
             found=", ".join(found),
-            fix="DistributedDataParallel(model) or torch.distributed.fsdp.fully_shard(model), started with torchrun",
+            fix="DistributedDataParallel(model) or torch.distributed.fsdp.fully_shard(model), started with torchrun; "
+            "torch.autocast for mixed precision",
         )
-    return [module for module in every if isinstance(module, DistributedDataParallel)]
+    return wrappers
 
 
 def _refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
     """Raise where a model was given without the DDP wrapper that its forward will be called through."""
     own = {id(p) for model in models for p in model.parameters()}
-    for each in gc.get_objects():
-        # By its type: asking some objects for their class imports or warns.
-        if issubclass(type(each), DistributedDataParallel) and any(id(p) in own for p in each.parameters()):
-            raise ConfigurationError(
-                "this model was given without its DistributedDataParallel, which would reduce every micro-batch.",
-                fix="Accumulator(ddp_model, optimizer, ...), not ddp_model.module",
-            )
+    # By their types: asking some objects for their class imports or warns.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    if any(id(p) in own for wrapper in wrappers for p in wrapper.parameters()):
+        raise ConfigurationError(
+            "this model was given without its DistributedDataParallel, which would reduce every micro-batch.",
+            fix="Accumulator(ddp_model, optimizer, ...), not ddp_model.module",
+        )
 
 
 def refuse_tensor_parallelism(models: Sequence[nn.Module]) -> None:
@@ -136,11 +136,8 @@ def _refuse_loose(models: Sequence[nn.Module]) -> None:
     every = (named for model in models for named in model.named_parameters())
     loose = [name for name, p in every if p.requires_grad and not hasattr(p, "device_mesh")]
     if loose:
-        raise ConfigurationError(
-            f"{len(loose)} parameters of this model are outside of fully_shard, which alone reduces gradients.",
-            found=", ".join(loose[:3]),
-            fix="fully_shard(model) after its parts",
-        )
+        problem = f"{len(loose)} parameters of this model are outside of fully_shard, which alone reduces gradients."
+        raise ConfigurationError(problem, found=", ".join(loose[:3]), fix="fully_shard(model) after its parts")
 
 
 def _one_group(found: Sequence[Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -171,7 +168,6 @@ def _warn_of_others(size: int) -> None:
             "one of its own, on its own batches alone.\n"
             "Use: torch.distributed.init_process_group(), then DistributedDataParallel(model) or fully_shard(model) "
             "before the Accumulator or BigStep is made; or, without a wrapper, group=torch.distributed.group.WORLD "
-            "(for BigStep in Options(group=...)).\n"
-            "To train apart on purpose, filter this warning, or give a group of this process alone.",
+            "(for BigStep in Options(group=...)). To train apart on purpose, give a group of this process alone.",
             stacklevel=outside(),
         )

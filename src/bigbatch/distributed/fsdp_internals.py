@@ -97,13 +97,13 @@ def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]
     """
     mine = set(map(id, own))
     others = [each for each in parameters_of(parts) if id(each.sharded_param) not in mine]
-    waiting = [each.unsharded_accumulated_grad for each in others]
+    waiting = [(each, each.unsharded_accumulated_grad) for each in others]  # shared groups name it twice
     for each in others:
         _set_waiting(each, None)
     try:
         yield
     finally:
-        for each, gradient in zip(reversed(others), reversed(waiting), strict=True):  # shared groups name it twice
+        for each, gradient in waiting:
             _set_waiting(each, gradient)
 
 
@@ -137,21 +137,18 @@ def replicas_of(groups: Sequence[Any]) -> dist.ProcessGroup | None:
 @contextmanager
 def within_a_replica(groups: Sequence[Any]) -> Iterator[None]:
     """Inside, a backward reduces among the ranks of a replica, and leaves the sums of replicas apart."""
-    before = []
-    for group in groups:
-        whole, after_forward = group.mesh_info, group.post_forward_mesh_info
-        alone = _without_replicas(whole)
-        group.mesh_info = alone
+    before = [(group, group.mesh_info, group.post_forward_mesh_info) for group in groups]
+    for group, whole, after_forward in before:
+        group.mesh_info = _without_replicas(whole)
         if after_forward == whole:  # by which FSDP knows that weights are freed entirely after a forward
-            group.post_forward_mesh_info = alone
-        before.append((group, whole, alone, after_forward))
+            group.post_forward_mesh_info = group.mesh_info
     try:
         yield
     finally:
-        for group, whole, alone, after_forward in reversed(before):  # modules that share a group name it twice
-            group.mesh_info = whole
-            if group.post_forward_mesh_info is alone:  # or the first forward has changed its mind about it
+        for group, whole, after_forward in before:
+            if group.post_forward_mesh_info is group.mesh_info:  # or the first forward has changed its mind about it
                 group.post_forward_mesh_info = after_forward
+            group.mesh_info = whole
 
 
 def _without_replicas(whole: Any) -> Any:

@@ -118,41 +118,22 @@ class _Alike(NamedTuple):
         return found
 
 
+_SETTINGS = "the same settings, parameters and checkpoint on every rank"
+_SEED = "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer"
+_ALL_USED = (
+    "a last micro-batch that uses all parameters, in a forward of DDP outside of no_sync(); or without overlap=True"
+)
 _LOSS = "the same loss on every rank; where its factor is meant to differ (mixup), count=n or counted(loss, n)"
+_COUNTS = "Accumulator(..., counts=lambda batch: (tokens, samples))"
+_PARTS = "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel"
 _ALIKE = (
-    _Alike(
-        "common", "different settings", ConfigurationError, "the same settings, parameters and checkpoint on every rank"
-    ),
-    _Alike(
-        "weights",
-        "begun with different weights, or another order of them",
-        WindowError,
-        "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer",
-        within=_SAME,
-    ),
-    _Alike(
-        "reduced",
-        "not reduced all gradients in the last backward, with overlap=True",
-        LossError,
-        "a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(), and no parameter "
-        "that DDP does not have; or Accumulator(...) without overlap=True, which reduces when a window closes",
-    ),
+    _Alike("common", "different settings", ConfigurationError, _SETTINGS),
+    _Alike("weights", "begun with different weights, or another order of them", WindowError, _SEED, within=_SAME),
+    _Alike("reduced", "not reduced all gradients in the last backward, with overlap=True", LossError, _ALL_USED),
     _Alike("kind", "different losses (mean or sum)", LossError, _LOSS, none=0),
     _Alike("form", "different losses (terms or factors)", LossError, _LOSS, none=0),
-    _Alike(
-        "ratio",
-        "terms that were averaged over different things, in different ratios",
-        SeveralCounts,
-        "Accumulator(..., counts=lambda batch: (tokens, samples))",
-        within=RATIO_TOLERANCE,
-        none=-1.0,
-    ),
-    _Alike(
-        "reached",
-        "reached different parameters, or dropped micro-batches",
-        WindowError,
-        "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel",
-    ),
+    _Alike("ratio", "counts in different ratios", SeveralCounts, _COUNTS, within=RATIO_TOLERANCE, none=-1.0),
+    _Alike("reached", "reached different parameters, or dropped micro-batches", WindowError, _PARTS),
 )
 
 
