@@ -356,7 +356,7 @@ def test_what_is_hidden_in_an_object_is_not_captured(monkeypatch: pytest.MonkeyP
     twins.update({**images(8, 1), "meta": meta})
     twins = Twins(Norms(), telling, monkeypatch)
     twins.updates([8])
-    with pytest.warns(UserWarning, match="returns a Meta among its extras"):
+    with pytest.warns(UserWarning, match="loss_fn returns a Meta"):
         twins.updates([8])
 
 

@@ -56,8 +56,6 @@ class ReplayedSteps:
         if window.ledger.totals is not None:
             raise NotCapturable(_SEVERAL)
         graphs, gradients, settings, extras = self.graphs, window.gradients, runner.settings(), list[Any]()
-        graphs.settle(gradients, settings)
-        opened = graphs.open(gradients)
         prepared = False
 
         def prepare(step: _Step) -> None:
@@ -66,24 +64,18 @@ class ReplayedSteps:
                 self._set_unit(window, step.terms)
             prepared = True
 
-        for micro_batch in micro_batches:
-            shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
-            is_known = bool(shape) and not graphs.is_new(shape)
-            if is_known and opened:
-                step: _Step = graphs.run(
-                    shape, micro_batch, lambda fixed: self._recorded(runner, fixed), gradients, before=prepare
-                )
-                window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
-                extras.append(copied(step.extras))
-            else:
-                extras.append(launch(window, micro_batch))
-                if opened:
+        with graphs.window(gradients, settings) as opened:
+            for micro_batch in micro_batches:
+                shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
+                if shape and not graphs.is_new(shape) and opened:
+                    step: _Step = graphs.run(
+                        shape, micro_batch, lambda fixed: self._recorded(runner, fixed), gradients, before=prepare
+                    )
+                    window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
+                    extras.append(copied(step.extras))
+                else:
+                    extras.append(launch(window, micro_batch))
                     graphs.renew(gradients, settings)  # a table may have been made, for a longer micro-batch
-        if opened:
-            graphs.close(gradients)
-        else:
-            graphs.note(gradients)
-            graphs.renew(gradients, settings)
         return extras
 
     def _recorded(self, runner: "Runner", micro_batch: Any) -> _Step:
@@ -149,21 +141,19 @@ class WholeWindows:
         graphs, gradients, given = self.graphs, window.gradients, list(micro_batches)
         try:
             shape = f"{kind}; {shape_of(given)}"
-            graphs.settle(gradients, settings)
-            if graphs.is_new(shape) or not graphs.open(gradients):
-                self._refuse()
-                extras = launch(window, iter(given))
-                graphs.renew(gradients, settings)  # a first forward may have made tables, and counted in its attributes
-                graphs.note(gradients)
-                return extras
-            extras, recorded = graphs.run(
-                shape, given, lambda fixed: self._recorded(window, fixed, launch), gradients, reads=reads
-            )
+            with graphs.window(gradients, settings) as opened:
+                if graphs.is_new(shape) or not opened:
+                    self._refuse()
+                    extras = launch(window, iter(given))
+                    graphs.renew(gradients, settings)  # a first forward may have made tables, and counted in attributes
+                    return extras
+                extras, recorded = graphs.run(
+                    shape, given, lambda fixed: self._recorded(window, fixed, launch), gradients, reads=reads
+                )
+                window.take(recorded)
         except NotCapturable as error:
             error.of_window = True
             raise
-        window.take(recorded)
-        graphs.close(gradients)
         return list(copied(extras))
 
     def _refuse(self) -> None:

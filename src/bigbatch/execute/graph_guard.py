@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -63,7 +63,8 @@ class Guard:
             yield
             kept.refuse_replaced()
             # On a CPU, which has no graphs, torch's own generator is the device's.
-            _refuse_drawn(numbers, torchs=not self._draws or self._device.type != "cpu")
+            if numbers.drawn(torchs=not self._draws or self._device.type != "cpu"):
+                raise NotCapturable("it draws random numbers that each replay would repeat")
         except BaseException:
             kept.restore()
             numbers.restore()
@@ -79,7 +80,7 @@ class _Kept:
 
     def stays(self) -> bool:
         """Whether all of it is as it was; if not, it is from now on."""
-        if all(map(_holds, self._holders, self._contents)):  # the same objects: nothing is compared by value
+        if all(starmap(_holds, self._holders)):  # the same objects: nothing is compared by value
             return True
         before = self._values
         self._look()
@@ -87,10 +88,10 @@ class _Kept:
 
     def restore(self) -> None:
         """Put the same things back."""
-        for holder, content in zip(self._holders, self._contents, strict=True):
+        for holder, content in self._holders:
             if not _holds(holder, content):
                 holder.clear()
-                (holder.update if isinstance(holder, dict | set) else holder.extend)(_paired(holder, content))
+                (holder.update if isinstance(holder, dict | set) else holder.extend)(content)
 
     def refuse_replaced(self) -> None:
         """Raise where modules keep other tensors by now."""
@@ -104,8 +105,7 @@ class _Kept:
     def _look(self) -> None:
         self.generators: list[Any] = []
         self.tensors: list[tuple[str, Tensor]] = []  # with their names; what has a graph is an activation put aside
-        self._holders: list[Any] = []
-        self._contents: list[list[Any]] = []  # of the holders
+        self._holders: list[tuple[Any, Any]] = []  # with copies of what they hold
         self._values: list[Any] = []
         seen: set[int] = set()
         for module in (module for model in self._models for module in model.modules()):
@@ -140,29 +140,12 @@ class _Kept:
                     self._note(each, name if key is None else f"{name.partition('.')[0]}.{key}", depth + 1, seen)
 
     def _hold(self, holder: Any) -> None:
-        self._holders.append(holder)
-        self._contents.append(_flat(holder))
+        self._holders.append((holder, dict(holder) if isinstance(holder, dict) else list(holder)))
 
 
-def _refuse_drawn(numbers: Randomness, *, torchs: bool) -> None:
-    if numbers.drawn(torchs=torchs):
-        raise NotCapturable("it draws random numbers that each replay would repeat")
-
-
-def _flat(holder: Any) -> list[Any]:
-    return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]
-
-
-def _holds(holder: Any, content: list[Any]) -> bool:
-    if not holder:
-        return not content
-    now = _flat(holder)
-    return len(now) == len(content) and all(map(is_, now, content))
-
-
-def _paired(holder: Any, content: list[Any]) -> Any:
-    half = len(content) // 2
-    return dict(zip(content[:half], content[half:], strict=True)) if isinstance(holder, dict) else content
+def _holds(holder: Any, content: Any) -> bool:
+    same = len(holder) == len(content) and all(map(is_, holder, content))
+    return same and (not isinstance(holder, dict) or all(map(is_, holder.values(), content.values())))
 
 
 def _hooks(parameter: Tensor) -> object:

@@ -4,7 +4,8 @@ A call is one micro-step, or all micro-batches of a window in lock-step. It is c
 second time. Its inputs and the gradients lie at fixed addresses; what it returns is entered into the window.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ class Limits(NamedTuple):
     replays: int  # ... each capture should have been replayed so often
 
 
+_SHOWN = (*PLAIN, torch.dtype, torch.device)  # what `repr` shows in full
 MICRO_STEPS = Limits(kept=64, fresh=256, replays=16)
 WINDOWS = Limits(kept=8, fresh=32, replays=1)
 
@@ -58,15 +60,21 @@ class Replayed:
         self._seen: set[str] = set()  # shapes, of which some never come again
         self._gradients: list[Tensor | None] = []  # at the addresses that graphs know
         self._held: list[Tensor | None] = []  # the same as parameters have them, perhaps of another type than they
-        self._opened: list[int] = []  # their versions
-        self._reached: list[bool] = []  # which parameters replays of this window have added to
+        self._opened: list[int] = []  # their versions at first; -1 of those that replays of this window have added to
         self._known: dict[int, bool] = {}  # by their ids: which parameters got a gradient in a window that was launched
         self.launches = self.captures = self.replays = 0
 
-    def settle(self, gradients: Gradients, settings: object) -> None:
-        """Begin a window; where something that captures depend on has changed, all is new."""
+    @contextmanager
+    def window(self, gradients: Gradients, settings: object) -> Iterator[bool]:
+        """Between two updates; yields whether calls can be replayed: it is known which parameters get a gradient."""
         if self._guard.changed(gradients.parameters, settings):
             self.forget()
+        opened = self._open(gradients)
+        yield opened
+        if opened:
+            self._close(gradients)
+        else:
+            self._note(gradients)
 
     def renew(self, gradients: Gradients, settings: object) -> None:
         """Go on after a launch; where it has changed something, graphs are captured anew, the window goes on."""
@@ -102,11 +110,11 @@ class Replayed:
                 "batches alike, and make what changes a tensor of the batch"
             )
 
-    def note(self, gradients: Gradients) -> None:
+    def _note(self, gradients: Gradients) -> None:
         """Note which parameters a window that was launched has given a gradient."""
         self._known = {id(p): p.grad is not None for p in gradients.parameters}
 
-    def open(self, gradients: Gradients) -> bool:
+    def _open(self, gradients: Gradients) -> bool:
         """Have gradients of zero at the addresses that graphs know; returns whether it is known who gets one.
 
         Other parameters have none, not one of zero, which an optimizer would step with.
@@ -121,18 +129,17 @@ class Replayed:
         torch._foreach_zero_([g for g in self._gradients if g is not None])
         gradients.preset(self._gradients)
         self._held = [p.grad for p in gradients.parameters]
-        self._opened, self._reached = self._versions(), [False] * len(self._held)
+        self._opened = self._versions()
         return True
 
-    def close(self, gradients: Gradients) -> None:
+    def _close(self, gradients: Gradients) -> None:
         """Take gradients of zero back that nothing was added to: an optimizer would let their parameters decay."""
         others = self._others(gradients)
-        changes = zip(gradients.parameters, self._versions(), self._opened, self._reached, others, strict=True)
-        for p, now, before, reached, other in changes:
-            if now == before and not reached and not other:
+        for p, now, before, other in zip(gradients.parameters, self._versions(), self._opened, others, strict=True):
+            if now == before and not other:
                 p.grad = None
         if any(others):  # a launch has reached more parameters than any before
-            self.note(gradients)
+            self._note(gradients)
             self.captured.clear()
             self._gradients, self._held = [], []
         gradients.remember()
@@ -162,7 +169,7 @@ class Replayed:
         while len(self.captured) >= self._limits.kept:
             del self.captured[next(iter(self.captured))]
         self.captured[shape] = captured  # the one that was used last comes last
-        self._reached = [a or b for a, b in zip(self._reached, captured.reached, strict=True)]
+        self._opened = [-1 if reached else was for was, reached in zip(self._opened, captured.reached, strict=True)]
         return captured.result
 
     def _capture(
@@ -190,12 +197,12 @@ class Replayed:
                     graph, result = self._recorder.record(lambda: call(given))
                 finally:
                     torch.clear_autocast_cache()
-                self._refuse_others(gradients)
+                if any(self._others(gradients)):
+                    raise NotCapturable("another set of parameters gets gradients than before")
                 # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
-                made = [now - then for now, then in zip(self._versions(), versions, strict=True)]
-                self._opened = [opened + each for opened, each in zip(self._opened, made, strict=True)]
+                reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
                 gradients.remember()
-                captured = Captured(graph, fixed, result, list(map(bool, made)), reads())
+                captured = Captured(graph, fixed, result, reached, reads())
                 before(result)
                 captured.replay(inputs)
                 return captured
@@ -203,10 +210,6 @@ class Replayed:
             if is_out_of_memory(error):
                 raise NotCapturable("there is no memory for its graph") from error
             raise
-
-    def _refuse_others(self, gradients: Gradients) -> None:
-        if any(self._others(gradients)):
-            raise NotCapturable("another set of parameters gets gradients than before")
 
     def _others(self, gradients: Gradients) -> list[bool]:
         """Whether each parameter has another gradient than it was opened with."""
@@ -227,31 +230,26 @@ def shape_of(inputs: Any) -> str:
 
 
 def _value(leaf: Any) -> str:
-    content = getattr(leaf, "tobytes", None)  # numpy shows large arrays in part
-    if content is not None:
-        return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')} {content()!r}"
-    if isinstance(leaf, list | tuple):
-        return f"{type(leaf).__name__} {[_value(each) for each in leaf]}"
-    if not _is_plain(leaf):
-        raise NotCapturable(
-            f"its batch holds a {type(leaf).__name__}, which a graph cannot look into; make it a tensor, a number or a "
-            "dataclass of those"
-        )
+    if hasattr(leaf, "tobytes"):  # numpy shows large arrays in part
+        return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')} {leaf.tobytes()!r}"
+    _refuse_hidden("its batch holds", leaf)
     return repr(leaf)
 
 
 def refuse_hidden(extras: Any) -> None:
     """Raise where a tensor may be hidden in an object: it would be the graph's own memory."""
     for _, leaf in leaves(extras):
-        if not isinstance(leaf, Tensor) and not _is_plain(leaf):
-            raise NotCapturable(
-                f"loss_fn returns a {type(leaf).__name__} among its extras, which a graph cannot look into; return "
-                "tensors, in tuples, dicts or dataclasses"
-            )
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden("among its extras loss_fn returns", leaf)
 
 
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, (*PLAIN, torch.dtype, torch.device))
+def _refuse_hidden(where: str, leaf: Any) -> None:
+    of_many = isinstance(leaf, list | tuple)
+    if not all(each is None or isinstance(each, _SHOWN) for each in (leaf if of_many else [leaf])):
+        raise NotCapturable(
+            f"{where} a {type(leaf).__name__}, which a graph cannot look into; use tensors and numbers, in tuples, "
+            "dicts or dataclasses"
+        )
 
 
 def copied(extras: Any) -> Any:
