@@ -25,6 +25,7 @@ from tests.support.rank_loops import (
     mean,
     micro_batch,
     model,
+    sgd,
     shards,
     two_counts,
     two_heads,
@@ -39,11 +40,6 @@ pytestmark = pytest.mark.ranks
 
 LIMIT = 18.0  # seconds: gloo gives up after 20, and a rank that fails should not wait for that
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
-
-
-def sgd(network: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    """Return an optimizer."""
-    return torch.optim.SGD(network.parameters(), lr=lr)
 
 
 def raising(error: BaseException) -> None:
@@ -293,7 +289,7 @@ def test_what_a_dropped_window_has_reached_is_not_compared_again() -> None:
 def refused_without_samples(rank: int, hook: bool) -> Any:
     """Have an update without samples be refused, or fail in a hook; then step by hand."""
     network = model()
-    optimizer = sgd(network, 0.1 if hook else 0.1 + rank)
+    optimizer = sgd(network, lr=0.1 if hook else 0.1 + rank)
     step = BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(group=dist.group.WORLD))
     if rank and hook:
         step.before_step(partial(raising, ValueError("mine")))

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.faults import rank_faults
-from tests.faults.injecting import STOPS
 from tests.faults.outcomes import Case, Outcome
 
 pytestmark = pytest.mark.ranks
@@ -25,14 +24,3 @@ def test_a_fault_on_one_rank() -> None:
     cases = [Case("ranks", number, 0, *each) for number, each in enumerate(FAULTS)]
     found = dict(zip(FAULTS, map(rank_faults.Laboratory().try_out, cases), strict=True))
     assert found == dict.fromkeys(FAULTS, Outcome("fine"))
-
-
-@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
-def test_what_is_drawn(entrance: str) -> None:
-    """The same seed draws the same, and all modes, places and errors come up."""
-    cases = list(rank_faults.draw(3, 400))
-    assert list(rank_faults.draw(3, 50)) == cases[:50]
-    own = [case for case in cases if case.entrance == entrance]
-    assert {case.mode for case in own} == set(rank_faults.MODES[entrance])
-    assert {case.place for case in own} == set(rank_faults.PLACES)
-    assert {case.error for case in own} == {*rank_faults.ERRORS, *STOPS}

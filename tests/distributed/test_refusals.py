@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from bigbatch import Accumulator, BigStep, Options, counted, errors, verify
+from bigbatch import BigStep, Options, counted, errors, verify
 from bigbatch.window.tally import Ledger
 from tests.support.messages import approve
 from tests.support.rank_loops import (
@@ -22,12 +23,15 @@ from tests.support.rank_loops import (
     batches_of,
     counts,
     heard,
+    made,
     mean,
     micro_batch,
     model,
     parts_of,
+    sgd,
     shards,
     summed,
+    train,
     two_counts,
     two_heads,
 )
@@ -36,35 +40,12 @@ from tests.support.ranks import run_on_ranks
 pytestmark = pytest.mark.ranks
 
 Program = Callable[[int], Any]
+ZERO = torch.zeros((), dtype=torch.float64)
 
 
-def sgd(network: nn.Module, **named: Any) -> torch.optim.Optimizer:
-    """Return an optimizer."""
-    return torch.optim.SGD(network.parameters(), **{"lr": 0.1, **named})
-
-
-def of(network: nn.Module, optimizer: Any = None, **named: Any) -> Accumulator:
-    """Return an accumulator, of windows of two."""
-    return Accumulator(network, optimizer or sgd(network), **{"steps": 2, **named})
-
-
-def train(rank: int, network: nn.Module, loss: Any = mean, sizes: Any = SIZES, **named: Any) -> None:
-    """Train from `over`."""
-    accumulator = of(network, **named)
-    for batch in accumulator.over(batches_of(rank, sizes)):
-        accumulator.backward(loss(network, batch))
-
-
-def step(rank: int, network: nn.Module, **named: Any) -> Any:
+def step(rank: int, network: nn.Module, size: Any = 2, **options: Any) -> Any:
     """Make one big step."""
-    options = named.pop("options", Options())
-    made = BigStep(network, sgd(network), mean, **{"micro_batch_size": 2, **named}, options=options)
-    return made(micro_batch(4, rank))
-
-
-def in_group(rank: int, network: nn.Module, **named: Any) -> None:
-    """Train a model without a wrapper."""
-    train(rank, network, group=dist.group.WORLD, **named)
+    return BigStep(network, sgd(network), mean, micro_batch_size=size, options=Options(**options))(micro_batch(4, rank))
 
 
 # What ranks must have in common.
@@ -73,7 +54,7 @@ def in_group(rank: int, network: nn.Module, **named: Any) -> None:
 def freezing(rank: int) -> None:
     """Freeze a layer in the third window, each rank its own."""
     network = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
-    accumulator = of(network, steps=1, group=dist.group.WORLD)
+    accumulator = made(network, steps=1, group=dist.group.WORLD)
     for number in range(3):
         network[2 * rank].requires_grad_(number < 2)
         accumulator.backward(mean(network, micro_batch(4, number)))
@@ -81,12 +62,15 @@ def freezing(rank: int) -> None:
 
 def reordered(rank: int) -> None:
     """Give the optimizer the same parameters, on every rank in another order."""
-    network = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
     torch.manual_seed(0)
-    for p in network.parameters():
-        nn.init.normal_(p)
+    network = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
     found = list(network.parameters())
-    in_group(rank, network, optimizer=torch.optim.SGD(found[2:] + found[:2] if rank else found, lr=0.1))
+    train(
+        rank,
+        network,
+        optimizer=torch.optim.SGD(found[2:] + found[:2] if rank else found, lr=0.1),
+        group=dist.group.WORLD,
+    )
 
 
 def of_other_seeds(rank: int, frozen: bool) -> None:
@@ -94,23 +78,23 @@ def of_other_seeds(rank: int, frozen: bool) -> None:
     network = model()
     torch.manual_seed(rank)
     network[0] = nn.Linear(5, 8).double().requires_grad_(not frozen)
-    in_group(rank, network, optimizer=sgd(network[2] if frozen else network))
+    train(rank, network, optimizer=sgd(network[2] if frozen else network), group=dist.group.WORLD)
 
 
 def other_rates(rank: int) -> None:
     """Set another learning rate on one rank after the first window."""
     network = Ddp(model())
     optimizer = torch.optim.AdamW(network.parameters(), lr=torch.tensor(0.1))
-    accumulator = of(network, optimizer, steps=1)
-    accumulator.backward(mean(network, micro_batch(4, rank)))
-    optimizer.param_groups[0]["lr"] *= 1 + rank
-    accumulator.backward(mean(network, micro_batch(4, rank)))
+    accumulator = made(network, optimizer, steps=1)
+    for _ in range(2):
+        accumulator.backward(mean(network, micro_batch(4, rank)))
+        optimizer.param_groups[0]["lr"] *= 1 + rank
 
 
 def left_by_break(rank: int) -> None:
     """Have one rank leave its first epoch between two windows, and begin the second."""
     network = model()
-    accumulator = of(network, steps=1, group=dist.group.WORLD)
+    accumulator = made(network, steps=1, group=dist.group.WORLD)
     for epoch in range(2):
         for number in accumulator.over(range(3)):
             accumulator.backward(mean(network, micro_batch(3, number)))
@@ -122,34 +106,25 @@ def made_on_one(rank: int) -> None:
     """Have objects refused on one rank alone, which does not count, and then one made there, which does."""
     network = Ddp(model())
     if rank == 0:
-        assert "must be" in heard(lambda: step(rank, network, micro_batch_size=0))
-        assert "must be" in heard(lambda: of(network, batch_norm="other"))
+        assert "must be" in heard(lambda: step(rank, network, 0))
+        assert "must be" in heard(lambda: made(network, batch_norm="other"))
     step(rank, network)
-    more = [of(network, steps=7)] if rank == 0 else []
-    of(network, steps=1).backward(mean(network, micro_batch(3, rank)))
+    more = [made(network, steps=7)] if rank == 0 else []
+    made(network, steps=1).backward(mean(network, micro_batch(3, rank)))
     assert more
 
 
-def with_counts_in_ratio(rank: int) -> None:
+def nearly_in_ratio(net: Any, batch: Batch, rank: int) -> Tensor:
     """Have two counts in nearly the same ratio on both ranks."""
-
-    def loss(network: Any, batch: Batch) -> Tensor:
-        out, count = network(batch[0]), (50_000, 49_999)[rank]
-        return counted(out.pow(2).mean(), count) + counted(out.abs().mean(), (100_000, 99_999)[rank])
-
-    train(rank, Ddp(model()), loss, steps=1)
+    out = net(batch[0])
+    return counted(out.pow(2).mean(), 50_000 - rank) + counted(out.abs().mean(), 100_000 - rank)
 
 
-def once(loss: Any, network: nn.Module, batch: Batch) -> Tensor:
+def with_once(loss: Any, network: nn.Module, batch: Batch) -> Tensor:
     """Add a term of parameters alone."""
     penalty = torch.stack([p.pow(2).sum() for p in network.parameters()]).sum()
     found: Tensor = loss(network, batch) + 0.01 * counted(penalty, "once")
     return found
-
-
-def times(rank: int, **named: Any) -> None:
-    """Multiply a mean with a number of each rank's own."""
-    train(rank, Ddp(model()), lambda network, batch: mean(network, batch) * (2 + rank), **named)
 
 
 def loaded(network: nn.Module) -> torch.optim.Optimizer:
@@ -188,37 +163,37 @@ COMMON: dict[str, Program] = {
     "break": left_by_break,
     "an accumulator that others have not": made_on_one,
     "mean or sum": lambda rank: train(rank, Ddp(model()), mean if rank else summed),
-    "other factors": times,
-    "other factors, counted": lambda rank: times(rank, counts=lambda batch: (batch[1] != -100).sum()),
+    "other factors": lambda rank: train(rank, Ddp(model()), lambda *each: mean(*each) * (2 + rank)),
     "other terms": lambda rank: train(
         rank, Ddp(model()), lambda net, b: (F.l1_loss if rank else F.mse_loss)(net(b[0]), b[0][:, :4])
     ),
-    "other ratios": with_counts_in_ratio,
+    "other ratios": lambda rank: train(rank, Ddp(model()), partial(nearly_in_ratio, rank=rank), steps=1),
     "a share of two counts is missing": lambda rank: train(
-        rank, Ddp(model()), partial(once, two_counts), [[3, 5], []], counts=counts
+        rank, Ddp(model()), partial(with_once, two_counts), [[3, 5], []], counts=counts
     ),
     "a share of a sum is missing": lambda rank: train(
-        rank, Ddp(model()), partial(once, lambda *each: counted(summed(*each), "sum")), [[3, 5], []]
+        rank, Ddp(model()), partial(with_once, lambda *each: counted(summed(*each), "sum")), [[3, 5], []]
     ),
     **{f"unlike {name}": partial(unlike, name=name) for name in UNLIKE},
-    "unlike settings of a big step": lambda r: step(r, Ddp(model()), options=Options(skip_nonfinite=bool(r))),
+    "unlike settings of a big step": lambda rank: step(rank, Ddp(model()), skip_nonfinite=bool(rank)),
 }
 
 # DDP's own reduction, in the last backward.
 
 
-def reducing(rank: int, network: Any, parameters: Any = None, **named: Any) -> Any:
-    """Train with overlap=True, or say that it cannot be."""
+def reducing(
+    rank: int, network: Any, loss: Any = mean, sizes: Any = SIZES, parameters: Any = None, **given: Any
+) -> None:
+    """Train with overlap=True."""
     optimizer = torch.optim.SGD(parameters or [*network.parameters()], lr=0.1)
-    return train(rank, network, optimizer=optimizer, overlap=True, **named)
+    train(rank, network, loss, sizes, optimizer=optimizer, overlap=True, **given)
 
 
 def first_alone(rank: int) -> None:
     """Use a head in the first micro-batch of a window only."""
-    plain = two_heads()
+    plain, turns = two_heads(), iter((0, 1))
     plain.unused.requires_grad_(False)
-    network, turns = Ddp(plain), iter((0, 1))
-    reducing(rank, network, loss=lambda net, b: F.cross_entropy(net(b[0], next(turns)), b[1]), sizes=[[3, 5], [6, 1]])
+    reducing(rank, Ddp(plain), lambda net, b: F.cross_entropy(net(b[0], next(turns)), b[1]), [[3, 5], [6, 1]])
 
 
 def unfrozen(rank: int) -> None:
@@ -232,17 +207,8 @@ def unfrozen(rank: int) -> None:
 
 def beside(rank: int) -> None:
     """Train what DDP does not reduce."""
-    network, scale = Ddp(model()), nn.Parameter(torch.ones((), dtype=torch.float64))
-    reducing(rank, network, [*network.parameters(), scale], loss=lambda net, batch: mean(net, batch) * scale)
-
-
-def without_the_last(rank: int) -> None:
-    """Pass over the last batch."""
-    network = Ddp(model())
-    accumulator = of(network, overlap=True)
-    for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
-        if number < 3:
-            accumulator.backward(mean(network, batch))
+    network, scale = Ddp(model()), nn.Parameter(ZERO + 1)
+    reducing(rank, network, lambda net, batch: mean(net, batch) * scale, parameters=[*network.parameters(), scale])
 
 
 def low(net: nn.Module, batch: Batch) -> Tensor:
@@ -252,18 +218,17 @@ def low(net: nn.Module, batch: Batch) -> Tensor:
 
 OVERLAP: dict[str, Program] = {
     "used first alone": first_alone,
-    "past the wrapper": lambda rank: reducing(rank, Ddp(model()), loss=lambda net, batch: mean(net.module, batch)),
+    "past the wrapper": lambda rank: reducing(rank, Ddp(model()), lambda net, batch: mean(net.module, batch)),
     "unfrozen since": unfrozen,
     "a parameter beside": beside,
     "find_unused_parameters": lambda rank: reducing(rank, Ddp(model(), find_unused_parameters=True)),
     "no wrapper": lambda rank: reducing(rank, model(), group=dist.group.WORLD),
-    "some parameters": lambda rank: reducing(rank, n := Ddp(model()), [next(n.parameters())]),
-    "some shards": lambda rank: reducing(rank, n := shards(model()), [next(n.parameters())]),
+    "some parameters": lambda rank: reducing(rank, n := Ddp(model()), parameters=[next(n.parameters())]),
+    "some shards": lambda rank: reducing(rank, n := shards(model()), parameters=[next(n.parameters())]),
     "bf16 parameters": lambda rank: reducing(rank, Ddp(model().bfloat16())),
-    "a low loss": lambda rank: reducing(rank, Ddp(model().float()), loss=low),
+    "a low loss": lambda rank: reducing(rank, Ddp(model().float()), low),
     "another number of windows": lambda rank: reducing(rank, Ddp(model()), sizes=[[3, 5, 2], [6, 1]]),
     "no batch": lambda rank: reducing(rank, Ddp(model()), sizes=[[3, 5, 2], []]),
-    "no backward of the last batch": without_the_last,
 }
 
 # Sharded models.
@@ -272,7 +237,7 @@ OVERLAP: dict[str, Program] = {
 def through_heads(rank: int, path: Any, shape: Any = None, **named: Any) -> None:
     """Make an update of two micro-batches, each through one head."""
     network = shards(two_heads(), (), shape)
-    accumulator = of(network, **named)
+    accumulator = made(network, **named)
     for head, (x, y) in zip(path[rank], batches_of(rank, SIZES * 2), strict=False):
         accumulator.backward(F.cross_entropy(network(x, head), y))
 
@@ -280,7 +245,7 @@ def through_heads(rank: int, path: Any, shape: Any = None, **named: Any) -> None
 def dropping(rank: int) -> None:
     """Drop the first micro-batch on one rank alone."""
     network = shards(model())
-    accumulator = of(network, steps=4)
+    accumulator = made(network, steps=4)
     for number, batch in enumerate(batches_of(rank, SIZES)):
         accumulator.backward(mean(network, batch))
         if number == 0 and rank:
@@ -291,7 +256,7 @@ def dropping(rank: int) -> None:
 def early(rank: int) -> None:
     """End a window before its last backward, which alone would have reduced."""
     network = parts_of(model())
-    accumulator = of(network, overlap=True)
+    accumulator = made(network, overlap=True)
     accumulator.backward(mean(network, micro_batch(3, rank)))
     accumulator.flush()
 
@@ -299,34 +264,32 @@ def early(rank: int) -> None:
 def hooked(rank: int) -> None:
     """Have FSDP call a function of one's own for what it has reduced."""
     network: Any = shards(model())
-    accumulator = of(network, steps=1)
     network.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
-    accumulator.backward(mean(network, micro_batch(4, rank)))
+    train(rank, network)
 
 
 def sharded_later(rank: int, *, big: bool) -> None:
     """Make an object first, and shard its model then."""
-    network, batch = model(), micro_batch(4, rank)
-    made: Any = BigStep(network, sgd(network), mean, micro_batch_size=2) if big else of(network)
+    network = model()
+    there: Any = BigStep(network, sgd(network), mean, micro_batch_size=2) if big else made(network)
     shards(network)
-    made(batch) if big else made.backward(mean(network, batch))
+    there(micro_batch(4, rank)) if big else there.backward(mean(network, micro_batch(4, rank)))
 
 
 def beside_shards(rank: int, *, bare: bool) -> None:
     """Use a parameter that is not sharded, or one that is, outside of the model's forward."""
     network: Any = shards(model())
-    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-    accumulator = of(network, torch.optim.SGD([*network.parameters(), *[scale] * bare], lr=0.1, foreach=False))
-    x, y = micro_batch(3, rank)
+    scale = nn.Parameter(ZERO + 1)
+    accumulator = made(network, torch.optim.SGD([*network.parameters(), *[scale] * bare], lr=0.1, foreach=False))
     penalty = torch.stack([p.full_tensor().pow(2).sum() for p in network.parameters()]).sum()
-    loss = F.cross_entropy(network(x), y)
+    loss = mean(network, micro_batch(3, rank))
     accumulator.backward(loss * scale if bare else loss + 0.1 * counted(penalty, "once"))
 
 
 def found_late(rank: int) -> None:
     """Have a count that only a device knows, which is 0 on one rank, and a gradient of 0 / 0."""
     network = shards(model())
-    accumulator = of(network)
+    accumulator = made(network)
     x, _ = micro_batch(3, rank)
     accumulator.backward(network(x).pow(2).mean() * (float("nan") if rank else 1.0), count=torch.tensor(3.0))
     window: Any = accumulator._window
@@ -343,17 +306,17 @@ SHARDS: dict[str, Program] = {
     "all-reduce hook": hooked,
     "sharded later": lambda rank: sharded_later(rank, big=False),
     "sharded later, big step": lambda rank: sharded_later(rank, big=True),
-    "partly sharded": lambda _: of(nn.Sequential(shards(nn.Linear(5, 4)), nn.Linear(4, 4))),
-    "loops inside out": lambda _: of(shards(model())).over(of(Ddp(model())).over([])),
+    "partly sharded": lambda _: made(nn.Sequential(shards(nn.Linear(5, 4)), nn.Linear(4, 4))),
+    "loops inside out": lambda _: made(shards(model())).over(made(Ddp(model())).over([])),
     "a bare parameter": lambda rank: beside_shards(rank, bare=True),
     "a penalty of shards": lambda rank: beside_shards(rank, bare=False),
     "other steps": lambda rank: train(rank, shards(model()), steps=2 + rank),
     "no batch for shards": lambda rank: train(rank, shards(model()), sizes=[[3, 5], []]),
     "uneven counts in advance": lambda rank: train(rank, shards(model()), two_counts, [[3, 5, 2], [6]], counts=counts),
     "0 / 0": found_late,
-    "sizes for shards": lambda rank: step(rank, shards(model()), micro_batch_size="auto"),
-    "packing for shards": lambda rank: step(rank, shards(model()), options=Options(lengths=len)),
-    "graphs for shards": lambda rank: step(rank, shards(model()), options=Options(cuda_graph=True)),
+    "sizes for shards": lambda rank: step(rank, shards(model()), "auto"),
+    "packing for shards": lambda rank: step(rank, shards(model()), lengths=len),
+    "graphs for shards": lambda rank: step(rank, shards(model()), cuda_graph=True),
     "verify shards": lambda rank: verify(shards(model()), mean, micro_batch(4, rank), 2),
 }
 
@@ -364,39 +327,31 @@ class DeepSpeedEngine(nn.Sequential):
     """What a model is in after deepspeed.initialize(), by its name."""
 
 
-def fsdp1(_: int) -> Any:
-    """Wrap a model as before FSDP2."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return of(nn.Sequential(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))))
-
-
 def with_a_hook(rank: int) -> None:
-    """Give DDP a communication hook, when the accumulator is made."""
+    """Give DDP a communication hook."""
     network = Ddp(model())
-    accumulator = of(network, steps=1)
     network.register_comm_hook(None, allreduce_hook)
-    accumulator.backward(mean(network, micro_batch(4, rank)))
+    train(rank, network)
 
 
 def sparse(_: int) -> None:
     """Train an embedding with sparse gradients."""
     torch.manual_seed(0)
     network = Ddp(nn.EmbeddingBag(5, 4, sparse=True))
-    of(network, steps=1).backward(mean(network, (torch.randint(5, (4, 2)), torch.randint(4, (4,)))))
+    made(network, steps=1).backward(mean(network, (torch.randint(5, (4, 2)), torch.randint(4, (4,)))))
 
 
 def hidden(_: int) -> Any:
     """Give the model without DDP, which is still there."""
     network = Ddp(model())
-    return of(network.module), network
+    return made(network.module), network
 
 
 def reducing_again(rank: int) -> None:
     """Have something set DDP's flag, as the end of a no_sync() does that began before the accumulator was made."""
     network = Ddp(model())
     with network.no_sync():
-        accumulator = of(network)
+        accumulator = made(network)
     accumulator.backward(mean(network, micro_batch(4, rank)))
 
 
@@ -404,33 +359,32 @@ def in_mid_window(rank: int, saves: bool) -> None:
     """Save where a window is open, or load one that a process alone has left open."""
     group = dist.new_group([rank], use_local_synchronization=True)
     network = Ddp(model()) if saves else model()
-    accumulator = of(network, **({} if saves else {"group": group}))
+    accumulator = made(network, **({} if saves else {"group": group}))
     accumulator.backward(mean(network, micro_batch(4, 7)))
     state = accumulator.state_dict()
     accumulator.discard()
-    of(shards(model())).load_state_dict(state)
+    made(shards(model())).load_state_dict(state)
 
 
 def of_two_groups(_: int) -> None:
     """Train models together that are wrapped for different processes."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    models = [Ddp(model()), Ddp(model(), process_group=alone)]
-    Accumulator(models, [sgd(each) for each in models], steps=1)
+    made(nn.ModuleList([Ddp(model()), Ddp(model(), process_group=alone)]))
 
 
 WRAPPERS: dict[str, Program] = {
-    "FSDP1": fsdp1,
-    "DeepSpeed": lambda _: of(DeepSpeedEngine(model())),
+    "FSDP1": lambda _: made(nn.Sequential(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))),
+    "DeepSpeed": lambda _: made(DeepSpeedEngine(model())),
     "DataParallel": lambda rank: step(rank, nn.DataParallel(model())),
     "hidden DDP": hidden,
     "hook": with_a_hook,
-    "mixed precision": lambda _: of(Ddp(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))),
+    "mixed precision": lambda _: made(Ddp(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))),
     "reducing again": reducing_again,
     "sparse gradients": sparse,
     "saved in mid-window": lambda rank: in_mid_window(rank, saves=True),
     "an open window of one process": lambda rank: in_mid_window(rank, saves=False),
     "two groups": of_two_groups,
-    "no group": lambda _: of(Ddp(model()), group=[0, 1]),
+    "no group": lambda _: made(Ddp(model()), group=[0, 1]),
     "verify DDP": lambda rank: verify(Ddp(model()), mean, micro_batch(4, rank), 2),
 }
 CASES = {**COMMON, **OVERLAP, **SHARDS, **WRAPPERS}
@@ -443,7 +397,7 @@ OF_OTHERS = {
 }
 
 
-def run(rank: int, name: str) -> str:
+def refused(rank: int, name: str) -> str:
     """Return what is raised; a step that was made all the same is none."""
     return heard(CASES[name], rank)
 
@@ -451,7 +405,7 @@ def run(rank: int, name: str) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_refuse(name: str) -> None:
     """With the same error."""
-    one, other = run_on_ranks(2, run, name)
+    one, other = run_on_ranks(2, refused, name)
     assert one == other or (one and name in OWN_WORDS)
     assert one.partition(": ")[0] in vars(errors)
     if name not in OF_OTHERS:

@@ -9,20 +9,19 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 120.0  # seconds
 
 
-def torchrun(ranks: int, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run `torchrun --nproc-per-node RANKS ...` and wait for its end; alone, unless nodes are named."""
+def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run `torchrun --nproc-per-node 1 ...` and wait for its end."""
     ours = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
     ours["PYTHONUNBUFFERED"] = "1"  # where one process aborts as below, the launcher ends the others, print or not
-    alone = () if "--nnodes" in arguments else ("--standalone",)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ours["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks), *arguments],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
         cwd=ROOT,
-        env={**os.environ, **ours, "PYTHONPATH": path, **environment},
+        env={**os.environ, **ours},
     )
 
 

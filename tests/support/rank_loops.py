@@ -154,6 +154,26 @@ def counts(batch: Batch) -> tuple[Tensor, int]:
 LOSSES = {f.__name__: f for f in (mean, mean_and_weights, summed, sum_and_weights, two_counts)}
 
 
+# What trains them.
+
+
+def sgd(network: nn.Module, **named: Any) -> torch.optim.Optimizer:
+    """Return an optimizer."""
+    return torch.optim.SGD(network.parameters(), **{"lr": 0.1, **named})
+
+
+def made(network: nn.Module, optimizer: Any = None, **named: Any) -> Accumulator:
+    """Return an accumulator, of windows of two."""
+    return Accumulator(network, optimizer or sgd(network), **{"steps": 2, **named})
+
+
+def train(rank: int, network: nn.Module, loss: Any = mean, sizes: Sizes = SIZES, **named: Any) -> None:
+    """Train from `over`."""
+    accumulator = made(network, **named)
+    for batch in accumulator.over(batches_of(rank, sizes)):
+        accumulator.backward(loss(network, batch))
+
+
 # What is compared.
 
 

@@ -61,10 +61,8 @@ class Guard:
         numbers = Randomness(frozenset() if self._draws else frozenset({self._device}), kept.generators)
         try:
             yield
-            kept.refuse_replaced()
             # On a CPU, which has no graphs, torch's own generator is the device's.
-            if numbers.drawn(torchs=not self._draws or self._device.type != "cpu"):
-                raise NotCapturable("it draws random numbers that each replay would repeat")
+            kept.refuse_changed(drawn=numbers.drawn(torchs=not self._draws or self._device.type != "cpu"))
         except BaseException:
             kept.restore()
             numbers.restore()
@@ -93,8 +91,10 @@ class _Kept:
                 holder.clear()
                 (holder.update if isinstance(holder, dict | set) else holder.extend)(content)
 
-    def refuse_replaced(self) -> None:
-        """Raise where modules keep other tensors by now."""
+    def refuse_changed(self, *, drawn: bool) -> None:
+        """Raise where modules keep other tensors by now, or numbers were drawn."""
+        if drawn:
+            raise NotCapturable("it draws random numbers that each replay would repeat")
         for (name, old), (other, new) in zip_longest(self.tensors, _Kept(self._models).tensors, fillvalue=("", None)):
             if old is not new:
                 raise NotCapturable(

@@ -197,8 +197,7 @@ class Replayed:
                     graph, result = self._recorder.record(lambda: call(given))
                 finally:
                     torch.clear_autocast_cache()
-                if any(self._others(gradients)):
-                    raise NotCapturable("another set of parameters gets gradients than before")
+                self._refuse_others(gradients)
                 # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
                 reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
                 gradients.remember()
@@ -210,6 +209,10 @@ class Replayed:
             if is_out_of_memory(error):
                 raise NotCapturable("there is no memory for its graph") from error
             raise
+
+    def _refuse_others(self, gradients: Gradients) -> None:
+        if any(self._others(gradients)):
+            raise NotCapturable("another set of parameters gets gradients than before")
 
     def _others(self, gradients: Gradients) -> list[bool]:
         """Whether each parameter has another gradient than it was opened with."""

@@ -23,6 +23,7 @@ from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward
 from bigbatch.window.gate import Admission, refuse_scaled
+from bigbatch.window.gradients import all_parameters
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
 
@@ -41,7 +42,7 @@ class Runner:
         self._model, self._loss_fn = model, loss_fn or own_loss
         self._models: Sequence[nn.Module] = model if isinstance(model, list | tuple) else (model,)
         self._admission, self._stepper = admission, stepper
-        device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
+        device = all_parameters(stepper.optimizers)[0].device
         self.steps = ReplayedSteps(self._models, device, stepper) if cuda_graph else None
         self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
         # Replays run in Python once: launched one by one, the host takes longer for it than the device saves.
@@ -62,8 +63,7 @@ class Runner:
         if not isinstance(found, tuple):
             return found, None
         if len(found) != 2:  # noqa: PLR2004 - a loss and extras
-            msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError("loss_fn must return a loss, or a loss and extras.", found=f"{len(found)} values")
         return found[0], detached(found[1])
 
     def read(self, loss: Tensor) -> list[Term]:
@@ -144,8 +144,7 @@ class Runner:
 
     def probes(self, limit: int) -> tuple[Tensor, ...]:
         """Return parameters whose gradients tell of all: the smallest ones, of so many bytes together."""
-        trained = (p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad)
-        every = sorted(trained, key=Tensor.numel)
+        every = sorted((p for p in all_parameters(self._stepper.optimizers) if p.requires_grad), key=Tensor.numel)
         ends = list(accumulate(p.numel() * max(p.element_size(), 4) for p in every))
         return tuple(every[: max(sum(end <= limit for end in ends), 1)])
 
@@ -185,8 +184,8 @@ class Runner:
 
     def backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
         """Add the gradient of a loss, outside of a window; not `short`, where gradients take the usual way."""
-        leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
-        own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
+        leaves = tuple(p for p in all_parameters(self._stepper.optimizers) if p.requires_grad)
+        own = leaves if self._admission.only_own else None
         with self._adding_up(loss) if short else nullcontext(), self._admission.sparing_others():
             run_backward(loss, start, own)
 
