@@ -16,7 +16,6 @@ those of the big batch. Anywhere else a batch is the whole batch, and these are 
 """
 
 import builtins
-import math
 import os
 import sys
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.lockstep.collectives import gathered, meet_in_forward, summed
+from bigbatch.lockstep.collectives import shared
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION, counted
 from bigbatch.state.scope import refuse_alone
@@ -41,7 +40,7 @@ def gather(x: Tensor) -> Tensor:
     worker = _asked(x, "gather")
     if not x.dim():
         raise LossError("across.gather takes rows, one per sample.", found="a 0-d tensor", fix="across.sum(x)")
-    return refuse_alone(x, "gather") if worker is None else gathered(worker, x, _called_from())
+    return refuse_alone(x, "gather") if worker is None else shared(worker, x, "gather", _called_from())
 
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
@@ -49,7 +48,7 @@ def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     worker = _asked(x, "sum")
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
-    return refuse_alone(x, "sum") if worker is None else summed(worker, x, "sum", _called_from())
+    return refuse_alone(x, "sum") if worker is None else shared(worker, x, "sum", _called_from())
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -63,7 +62,7 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     place = _called_from()
     if count is None:
         share = worker.round.sizes[worker.number] / float(worker.round.all_samples)
-        return summed(worker, x * share, "mean", place)
+        return shared(worker, x * share, "mean", place)
     number = torch.as_tensor(count, dtype=torch.float64)  # one, or one of each value, as of each class
     if number.requires_grad or (number.device.type == "cpu" and (number < 0).any()):  # no wait for a device
         found = f"{float(number.detach().min()):g}{' with gradient' if number.requires_grad else ''}"
@@ -72,8 +71,8 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     wide = x.float() if x.dtype in LOW_PRECISION else x
     # A mean over nothing is NaN, and counts nothing.
     own = torch.where(number > 0, wide * number.to(wide.dtype), torch.zeros_like(wide))
-    every = summed(worker, number, "mean", place)
-    return (summed(worker, own, "mean", place) / every.to(wide.dtype)).to(x.dtype)
+    every = shared(worker, number, "mean", place)
+    return (shared(worker, own, "mean", place) / every.to(wide.dtype)).to(x.dtype)
 
 
 def offset() -> int:
@@ -95,8 +94,7 @@ def once(term: Tensor) -> Tensor:
         raise LossError("across.once takes a 0-d tensor, a term of the loss.", found=f"shape {tuple(term.shape)}")
     if worker is None:
         return counted(refuse_alone(term, "once"), "once")
-    if worker.size > 1:
-        _refuse_unlike(worker, term, _called_from())
+    worker.round.marked[worker.number].append(term.detach())  # compared when all micro-batches have a loss
     return counted(term, "once")
 
 
@@ -111,29 +109,3 @@ def _called_from() -> str:
     """Name the line that asked, by which micro-batches know that they are at the same place."""
     frame = sys._getframe(2)  # noqa: SLF001 - as `warnings` has it
     return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"  # noqa: PTH119 - on the way of all
-
-
-def _refuse_unlike(worker: Worker, term: Tensor, place: str) -> None:
-    """See once for every term that all micro-batches have the same value; it waits for a device.
-
-    Terms are told apart by the line that marks them and, where one line marks several, by their order. A value of 0
-    says nothing yet: what is cut off below says more later.
-    """
-    time = worker.visits[place] = worker.visits.get(place, 0) + 1
-    place += f", time {time}" if time > 1 else ""
-    seen: set[str] = worker.round.same_terms
-    tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3
-
-    def compared(values: list[float]) -> None:
-        if max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30):
-            raise LossError(
-                "across.once marks a term that is the same in every micro-batch, and this one depends on the "
-                "micro-batch's own samples.",
-                found=", ".join(f"{value:.6g}" for value in values[:4]),
-                fix="across.gather, across.sum or across.mean alone in it, or no across.once for a mean over samples",
-            )
-        if all(0 < abs(value) < math.inf for value in values):
-            seen.add(place)
-
-    if place not in seen:
-        meet_in_forward(worker, f"across.once{place}", float(term.detach()), compared)

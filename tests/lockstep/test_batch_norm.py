@@ -4,7 +4,7 @@ import copy
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm as imported_by_name
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +21,6 @@ from bigbatch.errors import BatchNormError, CoupledLoss, LossError, OutOfMemory
 from bigbatch.lockstep.threads import current
 from tests.support.bombs import OTHER, OUT_OF_MEMORY, Bomb, Restless, everything, restless_loss, seed
 from tests.support.coupled import (
-    KINDS,
-    PLACES,
     assert_big_batch,
     assert_refused,
     data,
@@ -60,22 +56,6 @@ def _quick_collection() -> Iterator[None]:
 # Exact; any layer in any split is in test_run.py.
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_layer_in_every_place(kind: tuple[int, str]) -> None:
-    """As they come from torch, unevenly cut."""
-    for place in PLACES:
-        assert_big_batch(partial(net, kind, place), plain, [data(kind[0])(n, n) for n in (7, 5)], 3)
-
-
-@pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
-@pytest.mark.parametrize("place", ["middle", "twice"])
-def test_running_statistics_move_once_per_window(place: str, momentum: float | None) -> None:
-    """And once per use: a window counts as one batch, whatever the number of micro-batches."""
-    model = net(place=place, momentum=momentum)
-    assert_big_batch(lambda: model, plain, [rows(6, number) for number in range(4)], 1)
-    assert model.get_submodule("norm").num_batches_tracked == (8 if place == "twice" else 4)
-
-
 class Transposed(nn.Module):
     """An input that is neither contiguous nor channels-last, as a transposed sequence is."""
 
@@ -89,16 +69,15 @@ class Transposed(nn.Module):
         return self.head(torch.tanh(h)).mean(1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_memory_formats(size: int) -> None:
+def test_memory_formats() -> None:
     """Channels last, which a convolution likes best, and a tensor that lies across."""
     batches = [data(2)(7, number) for number in range(2)]
     for batch in batches:
         batch["x"] = batch["x"].to(memory_format=torch.channels_last)
     last = {"memory_format": torch.channels_last}
-    assert_big_batch(lambda: net((2, "BatchNorm2d"), "twice").to(**last), plain, batches, size)  # type: ignore[call-overload]
+    assert_big_batch(lambda: net((2, "BatchNorm2d"), "twice").to(**last), plain, batches, 3)  # type: ignore[call-overload]
     batches = [{"x": sequences(n, n)["x"], "label": rows(n, n)["label"]} for n in (7, 4)]
-    assert_big_batch(seeded(Transposed), plain, batches, size)
+    assert_big_batch(seeded(Transposed), plain, batches, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -159,10 +138,10 @@ def penalized(m: Any, batch: Batch) -> Tensor:
     return F.mse_loss(slope, torch.ones_like(slope)) + F.mse_loss(out, batch["value"])
 
 
-def attacked(m: Any, batch: Batch, reduction: str = "mean", *, by_backward: bool = False) -> Tensor:
+def attacked(m: Any, batch: Batch, *, by_backward: bool) -> Tensor:
     """A first derivative would add up those of all micro-batches: exact of the whole batch, refused of a part."""
     x = batch["x"].clone().requires_grad_()
-    inner = F.cross_entropy(m(x), batch["label"], reduction=reduction)
+    inner = F.cross_entropy(m(x), batch["label"])
     if by_backward:
         inner.backward(inputs=[x])
         slope: Any = x.grad
@@ -175,44 +154,14 @@ def attacked(m: Any, batch: Batch, reduction: str = "mean", *, by_backward: bool
 def test_a_derivative_inside_of_a_loss(check: bool) -> None:
     """Of a frozen norm it is exact, and in a batch of one micro-batch."""
     assert_refused(net, penalized, rows(6, 0), 3, RuntimeError, "cannot be differentiated twice", check=check)
-    for reduction in ("sum", "mean"):
-        for by_backward in (True, False):
-            loss = partial(attacked, reduction=reduction, by_backward=by_backward)
-            assert_big_batch(net, loss, [rows(7, 0)], 7)
-            told = "a derivative inside of the loss goes through BatchNorm"
-            assert_refused(net, loss, rows(7, 0), 3, LossError, told, check=check)
-
-
-def attacked_teacher(models: Any, batch: Batch) -> Tensor:
-    """A plain backward adds to no weight of a frozen model, so that no gradient shows it."""
-    x = batch["x"].clone().requires_grad_()
-    F.cross_entropy(models[1](x), batch["label"]).backward()
-    assert x.grad is not None
-    return F.cross_entropy(models[0](batch["x"] + 0.1 * x.grad.sign()), batch["label"])
-
-
-def test_an_attack_on_a_frozen_model_inside_of_a_loss() -> None:
-    """Refused as any other."""
-    assert_refused(with_a_teacher, attacked_teacher, rows(7, 0), 3, LossError, "a derivative inside of the loss")
+    for by_backward in (True, False):
+        loss = partial(attacked, by_backward=by_backward)
+        assert_big_batch(net, loss, [rows(7, 0)], 7)
+        told = "a derivative inside of the loss goes through BatchNorm"
+        assert_refused(net, loss, rows(7, 0), 3, LossError, told, check=check)
 
 
 # Checkpoints and random numbers.
-
-
-class Dropping(nn.Module):
-    """Dropout that takes down its masks, and whether it ran in a backward; or drops by given ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: Tensor | None = None
-        self.seen: list[tuple[int, bool, Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop about half."""
-        mask = torch.bernoulli(torch.full_like(x, 0.5)) if self.given is None else self.given
-        worker, again = current(), torch._C._current_graph_task_id() != -1
-        self.seen.append((worker.number if worker is not None else 0, again, mask))
-        return x * mask * 2
 
 
 class Checkpointed(nn.Module):
@@ -221,8 +170,8 @@ class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         self.first, self.last, self.reentrant = nn.Linear(3, 6), nn.Linear(6, CLASSES), reentrant
-        self.dropping = Dropping()
-        self.block = nn.Sequential(nn.BatchNorm1d(6), self.dropping, nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        layers = (nn.BatchNorm1d(6, momentum=0.0), nn.Dropout(0.5), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.0))
+        self.block = nn.Sequential(*layers, nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 3) → (n, classes)."""
@@ -231,52 +180,24 @@ class Checkpointed(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_checkpoints_run_again_with_the_same_numbers(reentrant: bool | None, size: int) -> None:
-    """What backward computes again has the masks of the forward; with them the big batch has the same gradient."""
-    model = seeded(lambda: Checkpointed(reentrant))()
-    assert isinstance(model, Checkpointed)
-    twin = copy.deepcopy(model)
-    batch, true = rows(7, 0), twin.dropping
-    seed()
-    options = Options(check=False, activations="keep")
-    BigStep(model, sgd(trained(model)), plain, micro_batch_size=size, options=options)(batch)
-    numbers = sorted({number for number, _, _ in model.dropping.seen})
-    assert numbers == list(range(math.ceil(7 / size)))
-    masks = []
-    for number in numbers:
-        forward, *again = (mask for at, _, mask in model.dropping.seen if at == number)
-        assert len(again) == (reentrant is not None)
-        assert all(torch.equal(forward, mask) for mask in again)
-        masks.append(forward)
-    assert [later for _, later, _ in model.dropping.seen].count(True) == (reentrant is not None) * len(numbers)
-    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)  # each has its own
-    true.given = torch.cat(masks)
-    plain(twin, batch)[0].backward()
-    sgd(trained(twin)).step()
-    assert distance(weights(model), weights(twin)) <= 1e-12
-    assert distance(list(model.buffers()), list(twin.buffers())) <= 1e-12
+@pytest.mark.parametrize("size", [1, 3])
+def test_checkpoints_run_again_with_the_same_numbers(size: int) -> None:
+    """With one seed the update is the same under any checkpoint and without one; with another it is another."""
 
-
-def test_the_same_seed_gives_the_same_update() -> None:
-    """Bit by bit, and another seed another one; the next step draws new numbers."""
-
-    def run(number: int) -> list[Any]:
+    def run(reentrant: bool | None, number: int = 0) -> list[Tensor]:
         seed(number)
-        model = seeded(lambda: Checkpointed(reentrant=False))()
-        optimizer = OPTIMIZERS["adamw"](trained(model))
+        model = seeded(lambda: Checkpointed(reentrant))()
         options = Options(check=False, activations="keep")
-        step = BigStep(model, optimizer, plain, micro_batch_size=2, options=options)
+        step = BigStep(model, OPTIMIZERS["sgd"](trained(model)), plain, micro_batch_size=size, options=options)
         for each in range(3):
             step(rows(7, each))
-        assert isinstance(model, Checkpointed)
-        masks = [mask.flatten().tolist() for _, again, mask in model.dropping.seen if not again]
-        assert len({tuple(mask) for mask in masks}) == len(masks) == 12
-        return everything(model, optimizer)
+        return weights(model)
 
-    assert run(0) == run(0)
-    assert run(0)[0] != run(1)[0]
+    true = run(None)
+    assert distance(run(None), true) == 0
+    assert distance(run(None, 1), true) > 1e-3
+    for reentrant in (True, False):
+        assert distance(run(reentrant), true) <= 1e-12
 
 
 # Low precision, judged beside the big batch's own rounding.
@@ -296,15 +217,14 @@ def one_step(model: nn.Module, batch: Batch, size: int) -> tuple[list[Tensor], l
     return found, [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
-@pytest.mark.parametrize("size", [3, 5])
-@pytest.mark.parametrize("kind", [(0, "BatchNorm1d"), (2, "BatchNorm2d"), (2, "Activated")], ids=str)
+@pytest.mark.parametrize("kind", [(0, "BatchNorm1d"), (2, "Activated")], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
-def test_rounding_is_the_big_batches_own(precision: str, kind: tuple[int, str], size: int) -> None:
+def test_rounding_is_the_big_batches_own(precision: str, kind: tuple[int, str]) -> None:
     """Against float64, ours is not much further off than the whole batch in the same precision."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    size = 4 if precision == "bfloat16" else size  # whose weights it does not round
+    size = 4 if precision == "bfloat16" else 5  # whose weights it does not round
     ours = theirs = 0.0
-    for number in range(6):
+    for number in range(4):
         exact = net(kind, "two", eps=1e-2)
         low = copy.deepcopy(exact).to(dtype)
         full, batch = copy.deepcopy(low), data(kind[0])(16, number)
@@ -320,11 +240,10 @@ def test_rounding_is_the_big_batches_own(precision: str, kind: tuple[int, str], 
     assert 0 < math.sqrt(ours) <= 2.5 * math.sqrt(theirs)
 
 
-@pytest.mark.parametrize("size", [3, 7])
-def test_weights_that_bfloat16_would_round_are_refused(size: int) -> None:
+def test_weights_that_bfloat16_would_round_are_refused() -> None:
     """All backwards begin before the first ends, so there is no rescaling between them."""
     batch = lowered(rows(16, 0), torch.bfloat16)
-    assert_refused(lambda: net().bfloat16(), plain, batch, size, LossError, "Compute the loss in float32")
+    assert_refused(lambda: net().bfloat16(), plain, batch, 3, LossError, "Compute the loss in float32")
 
 
 # What is asked for otherwise, and what cannot be met.
@@ -413,9 +332,8 @@ def test_a_layer_that_counts_in_its_own_way(how: str) -> None:
     assert_big_batch(make, plain, [rows(6, number) for number in range(2)], 2)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("gradient", [True, False])
-def test_a_model_that_nobody_told_of(size: int, gradient: bool) -> None:
+def test_a_model_that_nobody_told_of(gradient: bool) -> None:
     """Its running statistics could not be put back: refused, with what to type; in evaluation mode it is welcome."""
     model, teacher = seeded(lambda: nn.Linear(3, CLASSES))(), net()
 
@@ -424,7 +342,7 @@ def test_a_model_that_nobody_told_of(size: int, gradient: bool) -> None:
             target = teacher(batch["x"])
         return F.mse_loss(m(batch["x"]), target)
 
-    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=size)
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=3)
     with pytest.raises((BatchNormError, CoupledLoss), match=r"BigStep\(\[model, teacher\]|are coupled"):
         step(rows(8, 0))
     teacher.eval()
@@ -479,7 +397,7 @@ class Session:
         return everything(self.model, self.optimizer)
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("after", [0, 2, 3])
 @pytest.mark.parametrize("point", [*POINTS, "parameter hook"])
 def test_an_error_in_any_micro_batch_changes_nothing(point: str, after: int) -> None:
     """Weights, gradients, state, statistics and generators; the error is the one raised; the next step works."""
@@ -502,21 +420,14 @@ def test_an_error_in_any_micro_batch_changes_nothing(point: str, after: int) -> 
     assert session.all == expected
 
 
-@given(
-    point=st.sampled_from(POINTS),
-    error=st.sampled_from(OUT_OF_MEMORY),
-    n=st.integers(4, 9),
-    size=st.integers(3, 8),
-    fits=st.integers(1, 2),
-    after=st.integers(0, 3),
+@pytest.mark.filterwarnings("ignore:the check of this batch could not run")
+@pytest.mark.parametrize(
+    ("point", "n", "size", "fits", "after"),
+    [("forward", 4, 3, 2, 0), ("loss", 5, 3, 1, 2), ("backward", 6, 4, 2, 1), ("gradient hook", 4, 4, 1, 0)],
 )
-@example(point="forward", error=MemoryError, n=4, size=3, fits=2, after=0)
-@settings(max_examples=10)
-def test_out_of_memory_is_as_if_it_had_never_been(
-    *, point: str, error: Callable[[], BaseException], n: int, size: int, fits: int, after: int
-) -> None:
+def test_out_of_memory_is_as_if_it_had_never_been(point: str, n: int, size: int, fits: int, after: int) -> None:
     """The update is, bit by bit, that of the smaller size all along; of the same, where the check alone met it."""
-    bomb = Bomb(point, fits, after, error)
+    bomb = Bomb(point, fits, after, OUT_OF_MEMORY[after])
     session = Session(bomb, size)
     update, found = session.step(rows(n, 0)), session.all
     learned = [each["size"] for each in session.step.state_dict()["sizes"].values()]
@@ -527,20 +438,19 @@ def test_out_of_memory_is_as_if_it_had_never_been(
     assert update.micro_batches == expected.micro_batches
 
 
-@pytest.mark.parametrize("point", ["forward", "backward"])
-def test_a_sample_that_does_not_fit(point: str) -> None:
+def test_a_sample_that_does_not_fit() -> None:
     """Says so, and changes nothing."""
-    session = Session(Bomb(point, fits=0, error=OUT_OF_MEMORY[0]), 4)
+    session = Session(Bomb("backward", fits=0, error=OUT_OF_MEMORY[0]), 4)
     before = session.all
     with pytest.raises(OutOfMemory, match="out of memory with one sample at a time"):
         session.step(rows(6, 0))
     assert session.all == before
 
 
-# A thousand windows.
+# Many windows.
 
 
-def test_a_thousand_windows_leave_nothing_behind() -> None:
+def test_many_windows_leave_nothing_behind() -> None:
     """No thread, no tensor, no object more than after the first few, though some windows fail."""
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)))()
     failing: list[int] = []
@@ -570,7 +480,7 @@ def test_a_thousand_windows_leave_nothing_behind() -> None:
     windows(20)
     gc.collect()
     alive, objects, threads = tensors(), len(gc.get_objects()), set(threading.enumerate())
-    windows(980)
+    windows(180)
     gc.collect()
     # Those that a test before has left may end meanwhile; none may come.
     assert set(threading.enumerate()) <= threads

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across, counted
 from bigbatch.batch.tree import leaves
@@ -123,16 +124,25 @@ class Twins(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Both, on the unit sphere."""
-        one, two = F.normalize(self.one(batch["x"]), dim=1), F.normalize(self.two(batch["x2"]), dim=1)
-        return one, two, self.scale.exp()
+        return unit(self.one(batch["x"])), unit(self.two(batch["x2"])), self.scale.exp()
 
 
 twins = seeded(Twins)
 
 
+def unit(x: Tensor) -> Tensor:
+    """Rows of length 1."""
+    return F.normalize(x, dim=1)
+
+
 def mine(x: Tensor) -> Tensor:
     """Where the rows of this micro-batch lie among all."""
     return across.offset() + torch.arange(len(x))
+
+
+def centred_rows(x: Tensor) -> Tensor:
+    """Rows less their mean over the batch: still one per sample."""
+    return x - across.mean(x.mean(0))
 
 
 def clip(model: Any, batch: Batch) -> Tensor:
@@ -143,40 +153,112 @@ def clip(model: Any, batch: Batch) -> Tensor:
     return (F.cross_entropy(scale * one @ all_two.T, mine(one)) + columns) / 2
 
 
-def supervised(model: Any, batch: Batch) -> Tensor:
-    """SupCon: the samples of one's own class are the positives."""
-    one, _, scale = model(batch)
-    every, labels = across.gather(one), across.gather(batch["label"])
-    own = mine(one)[:, None] == torch.arange(len(every))
-    score = (scale * one @ every.T).masked_fill(own, -1e9).log_softmax(1)
-    positive = (batch["label"][:, None] == labels) & ~own
-    return -((score * positive).sum(1) / positive.sum(1).clamp(min=1)).mean()
+def contrast(similarity: Callable[[Tensor, Tensor], Tensor]) -> LossFunction:
+    """InfoNCE of own rows against all, by some similarity."""
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        one, two, _ = model(batch)
+        return F.cross_entropy(similarity(one, across.gather(two)) / 0.2, mine(one))
+
+    return loss_fn
 
 
-def balance(model: Any, batch: Batch) -> Tensor:
-    """Load balancing of a mixture of experts, beside a masked cross-entropy with a count of its own."""
-    out = model.one(batch["x"])
-    share = across.mean(F.one_hot(out.argmax(1), CLASSES).to(out.dtype).mean(0))
-    gate = across.mean(out.softmax(1).mean(0))
-    return F.cross_entropy(out, batch["partly"]) + 0.3 * across.once(CLASSES * (share * gate).sum())
+def simclr(model: Any, batch: Batch) -> Tensor:
+    """Two views in one tensor, each against all but itself (Chen et al. 2020)."""
+    one, two, scale = model(batch)
+    every = torch.cat([across.gather(one), across.gather(two)])
+    half = len(every) // 2
+    itself = torch.cat([mine(one), half + mine(one)])[:, None] == torch.arange(len(every))
+    logits = (torch.cat([one, two]) @ every.T * scale).masked_fill(itself, -torch.inf)
+    return F.cross_entropy(logits, torch.cat([half + mine(one), mine(one)]))
 
 
-def rmse(model: Any, batch: Batch) -> Tensor:
-    """The root of the big batch's mean."""
-    return across.once(across.mean(F.mse_loss(model.one(batch["x"]), batch["value"])).sqrt())
+def siglip(model: Any, batch: Batch) -> Tensor:
+    """A sigmoid for every pair (Zhai et al. 2023)."""
+    one, every = model.one(batch["x"]), across.gather(model.two(batch["x2"]))
+    signs = 2.0 * (mine(one)[:, None] == torch.arange(len(every))) - 1
+    return -F.logsigmoid(signs * (one @ every.T - 1)).sum() / len(one)
+
+
+def batch_hard(model: Any, batch: Batch) -> Tensor:
+    """The farthest of a sample's class and the nearest of the others (Hermans et al. 2017)."""
+    rows_ = model.one(batch["x"])
+    distances, same = torch.cdist(rows_, across.gather(rows_)), batch["label"][:, None] == across.gather(batch["label"])
+    farthest, nearest = distances.masked_fill(~same, 0.0).amax(1), distances.masked_fill(same, 1e3).amin(1)
+    return F.relu(farthest - nearest + 1).mean()
+
+
+def swav(model: Any, batch: Batch) -> Tensor:
+    """Assignments that are balanced over the batch, without gradient (Caron et al. 2020)."""
+    with torch.no_grad():
+        shares = model.two(batch["x2"]).exp()
+        for _ in range(3):
+            shares = shares / across.sum(shares.sum(0))
+            shares = shares / shares.sum(1, keepdim=True)
+    return F.cross_entropy(model.one(batch["x"]), shares)
+
+
+def several_terms(model: Any, batch: Batch) -> Tensor:
+    """A masked mean, a term of all samples, and one of parameters."""
+    scores = model.one(batch["x"])
+    share = across.mean(scores.softmax(1).mean(0))
+    decay = counted(sum(p.square().sum() for p in model.parameters()), "once")
+    return F.cross_entropy(scores, batch["partly"]) + 0.1 * across.once((share * share.log()).sum()) + 0.01 * decay
+
+
+def moco(model: Any, batch: Batch) -> Tensor:
+    """Keys without gradient, as of a momentum encoder."""
+    one = model.one(batch["x"])
+    with torch.no_grad():
+        keys = across.gather(model.two(batch["x2"]))
+    return F.cross_entropy(one @ keys.T, mine(one))
+
+
+def masked_mean(model: Any, batch: Batch) -> Tensor:
+    """A sum over this micro-batch's own, divided by the batch's count: it adds up."""
+    mask = (batch["label"] > 0).double()
+    each = F.cross_entropy(model.one(batch["x"]), batch["label"], reduction="none")
+    return (each * mask).sum() / across.sum(mask.sum())
 
 
 def masked_root(model: Any, batch: Batch) -> Tensor:
-    """The same over targets that are not ignored: a mean with a count of its own."""
+    """A mean of targets that are not ignored, with a count of its own; NaN where a micro-batch has none."""
     out, counts = model.one(batch["x"]), batch["partly"] != -100
-    each = (out.square().sum(1) * counts).sum() / counts.sum().clamp(min=1)
-    return across.once(across.mean(each, counts.sum()).sqrt())
+    return across.once(across.mean(out[counts].square().mean(), counts.sum()).sqrt())
 
 
-def centred(model: Any, batch: Batch) -> Tensor:
-    """Outputs less their mean: a mean over samples."""
+def of_classes(model: Any, batch: Batch) -> Tensor:
+    """A mean for each class, of as many samples as lean towards it."""
+    of = F.one_hot(batch["label"], CLASSES) + 0.5
+    number = of.sum(0)[:, None]
+    return across.once(across.mean(of.T.double() @ model.one(batch["x"]) / number, number).var(0).sum())
+
+
+def two_views(model: Any, batch: Batch) -> Tensor:
+    """Rows that are not samples: two views of each, one below the other."""
+    one, two, scale = model(batch)
+    views = torch.cat([one, two])
+    return F.mse_loss(views * (scale + across.gather(views).square().sum(0)), torch.zeros_like(views))
+
+
+def in_turns(model: Any, batch: Batch) -> Tensor:
+    """The same value asked for twice; results of one go into another."""
     out = model.one(batch["x"])
-    return F.mse_loss(out - across.mean(out.mean(0)), batch["value"])
+    first, again = across.mean(out.mean(0)), across.mean(out.mean(0))
+    further = across.mean((out * first).mean(0))
+    return F.mse_loss(out + first - 0.5 * again + further, batch["value"])
+
+
+def by_rows(model: Any, batch: Batch) -> Tensor:
+    """One direction, whose rows are made again in backward (docs/coupled.md)."""
+    rows_ = lambda one, every: F.cross_entropy(one @ every.T, mine(one))  # noqa: E731
+    one, two, _ = model(batch)
+    return counted(checkpoint(rows_, one, across.gather(two), use_reentrant=False), len(one))
+
+
+def relative_error(model: Any, batch: Batch) -> Tensor:
+    """A mean over samples, divided by something of the whole batch."""
+    return F.mse_loss(model.one(batch["x"]), batch["value"]) / across.mean(model.two(batch["x2"]).square().mean())
 
 
 def summed(model: Any, batch: Batch) -> Tensor:
@@ -185,8 +267,26 @@ def summed(model: Any, batch: Batch) -> Tensor:
     return F.mse_loss(out * across.sum(out.sum(0)).tanh(), batch["value"], reduction="sum")
 
 
+def normed(model: Any, batch: Batch) -> Tensor:
+    """A norm of the loss's own."""
+    return F.cross_entropy(F.batch_norm(model.one(batch["x"]), None, None, training=True), batch["label"])
+
+
 LOSSES: dict[str, LossFunction] = {
-    each.__name__: each for each in (clip, supervised, balance, rmse, masked_root, centred, summed)
+    "einsum": contrast(lambda one, every: torch.einsum("id,jd->ij", one, every)),
+    "cdist": contrast(lambda one, every: -torch.cdist(one, every)),
+    "cosine": contrast(lambda one, every: F.cosine_similarity(one[:, None], every[None], dim=-1)),
+    "mean of pairs": lambda m, b: (m.one(b["x"]) @ across.gather(m.one(b["x"])).T).square().mean(),
+    "centred": lambda m, b: F.mse_loss(centred_rows(m.one(b["x"])), b["value"]),
+    "counted": lambda m, b: counted(moco(m, b), len(b["x"])),
+    "extras": lambda m, b: (clip(m, b), m.one(b["x"])),
+    **{
+        each.__name__: each
+        for each in (
+            *(clip, simclr, siglip, batch_hard, swav, several_terms, moco, masked_mean, masked_root, of_classes),
+            *(two_views, in_turns, by_rows, relative_error, summed, normed),
+        )
+    },
 }  # those of examples/coupled are in tests/lockstep/test_across.py
 
 
@@ -205,7 +305,7 @@ class Inside(nn.Module):
     def mixed(self, h: Tensor) -> Tensor:
         """Look at all samples."""
         if self.how == "centred":
-            return h - across.mean(h.mean(0))
+            return centred_rows(h)
         if self.how == "scaled":
             return h / (1 + across.sum(h.square().sum(0)))
         if self.how != "attending":
@@ -215,14 +315,6 @@ class Inside(nn.Module):
 
 
 # BatchNorm.
-
-
-class Subclass(nn.BatchNorm2d):
-    """A subclass that does something before."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """Normalise twice as much."""
-        return super().forward(2 * input)
 
 
 class Activated(nn.BatchNorm2d):
@@ -242,30 +334,12 @@ class Activated(nn.BatchNorm2d):
         return F.silu(F.batch_norm(input, mean, var, self.weight, self.bias, training, factor, self.eps))
 
 
-def lazily(kind: Callable[..., nn.Module], *shape: int) -> Callable[..., nn.Module]:
-    """A lazy layer that has seen its input."""
-
-    def make(width: int, **options: Any) -> nn.Module:
-        layer = kind(**options)
-        layer.eval()
-        layer(torch.zeros(2, width, *shape))
-        return layer.train()
-
-    return make
-
-
 LAYERS: dict[int, dict[str, Callable[..., nn.Module]]] = {
-    0: {
-        "BatchNorm1d": nn.BatchNorm1d,
-        "SyncBatchNorm": nn.SyncBatchNorm,
-        "LazyBatchNorm1d": lazily(nn.LazyBatchNorm1d),
-    },
+    0: {"BatchNorm1d": nn.BatchNorm1d, "SyncBatchNorm": nn.SyncBatchNorm},
     1: {"BatchNorm1d": nn.BatchNorm1d},
     2: {
         "BatchNorm2d": nn.BatchNorm2d,
         "SyncBatchNorm": nn.SyncBatchNorm,  # without a process group it is F.batch_norm, on the CPU, too
-        "LazyBatchNorm2d": lazily(nn.LazyBatchNorm2d, 2, 2),
-        "Subclass": Subclass,
         "Activated": Activated,
     },
     3: {"BatchNorm3d": nn.BatchNorm3d},
@@ -390,7 +464,7 @@ def cases(draw: st.DrawFn) -> Case:
     settings: dict[str, Any] = {
         "optimizer": CALM[draw(st.sampled_from(sorted(CALM)))],
         "clip_norm": draw(clip_norms),
-        "activations": draw(st.sampled_from(["auto", "keep", *(["recompute"] if kind == "loss" else [])])),
+        "activations": draw(st.sampled_from(["auto", "keep", "offload", *(["recompute"] if kind == "loss" else [])])),
     }
     of: Callable[[int, int], Batch] = rows
     make: Make

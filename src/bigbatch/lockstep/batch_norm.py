@@ -78,7 +78,7 @@ def _met(  # noqa: PLR0917 - torch's own signature
     name, module = (worker.round.norms or {}).get(id(weight if running_mean is None else running_mean), ("", None))
     running = None
     if running_mean is not None and running_var is not None:
-        running = _Running.of(running_mean, running_var, momentum, module)
+        running = _Running.of(running_mean, running_var, momentum, module, worker)
     found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
     recipes = worker.round.offload.recipes if worker.round.offload is not None else None
     if recipes is not None and found.requires_grad and recipes.in_force:
@@ -115,16 +115,18 @@ _swap_below = Swap(torch, "batch_norm", _refusing)
 
 
 class _Running(NamedTuple):
-    """Running statistics, and what they are updated with."""
+    """A layer's running statistics, and what they are updated with."""
 
     mean: Tensor
     variance: Tensor
     momentum: float
-    counter: Tensor | None  # of the batches that they were made of
-    version: int  # of that counter, when this micro-batch came
+    module: nn.Module
+    batches: Tensor | None  # that they were made of, as the first micro-batch has counted
 
     @classmethod
-    def of(cls, mean: Tensor, variance: Tensor, momentum: float, module: nn.Module | None) -> "_Running":
+    def of(
+        cls, mean: Tensor, variance: Tensor, momentum: float, module: nn.Module | None, worker: Worker
+    ) -> "_Running":
         """Take what a layer was called with."""
         if module is None:
             raise BatchNormError(
@@ -132,9 +134,16 @@ class _Running(NamedTuple):
                 "statistics could not be put back if a step failed.",
                 fix="BigStep([model, teacher], optimizer, loss_fn), or evaluation mode: teacher.eval()",
             )
-        counter = getattr(module, "num_batches_tracked", None)
-        known = counter if isinstance(counter, Tensor) else None
-        return cls(mean, variance, momentum, known, 0 if known is None else known._version)  # noqa: SLF001 - torch's own
+        batches = None if worker.number else getattr(module, "num_batches_tracked", None)
+        return cls(mean, variance, momentum, module, batches.clone() if isinstance(batches, Tensor) else None)
+
+    def update(self, mean: Tensor, variance: Tensor) -> None:
+        """Take in a batch's statistics; together, micro-batches count as one batch."""
+        with torch.no_grad():
+            self.mean.mul_(1 - self.momentum).add_(mean.to(self.mean.dtype), alpha=self.momentum)
+            self.variance.mul_(1 - self.momentum).add_(variance.to(self.variance.dtype), alpha=self.momentum)
+            if self.batches is not None:
+                self.module.num_batches_tracked.copy_(self.batches)  # type: ignore[operator]
 
 
 _Local = tuple[Moments, _Running | None]  # what a micro-batch comes with
@@ -208,10 +217,10 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     mean, variance = _mixed(constants, [part.number for part in used], means, variances)
     if ranks is not None:
         mean, variance = _mixed(constants, numbers, *ranks.stacked(torch.stack([mean, variance])).unbind(1))
-    first, last = parts[0][1], parts[-1][1]
-    if first is not None:
-        worker.round.moved_statistics.update((id(first.mean), id(first.variance)))
-        _update(first, last or first, mean, variance * (number / max(number - 1, 1)))
+    running = parts[0][1]
+    if running is not None:
+        worker.round.moved_statistics.update((id(running.mean), id(running.variance)))
+        running.update(mean, variance * (number / max(number - 1, 1)))
     return Pooled(mean.to(like.dtype), (variance + eps).rsqrt().to(like.dtype), max(number, 1))
 
 
@@ -225,17 +234,6 @@ def _mixed(constants: Constants, numbers: list[int], means: Tensor, variances: T
     shares = constants.get(("shares", *numbers), means.device, make)
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean).square())).sum(0)
-
-
-def _update(first: _Running, last: _Running, mean: Tensor, variance: Tensor) -> None:
-    """Take a batch's statistics into the running ones; together, micro-batches count as one batch."""
-    with torch.no_grad():
-        first.mean.mul_(1 - first.momentum).add_(mean.to(first.mean.dtype), alpha=first.momentum)
-        first.variance.mul_(1 - first.momentum).add_(variance.to(first.variance.dtype), alpha=first.momentum)
-        if first.counter is not None and last.version != first.version:
-            first.counter.sub_(last.version - first.version)
-        if last.counter is not first.counter and last.counter is not None and first.counter is not None:
-            last.counter.copy_(first.counter)  # each has put another in its place
 
 
 def _added(values: list[list[Tensor]], ranks: Ranks | None) -> tuple[Tensor, Tensor]:

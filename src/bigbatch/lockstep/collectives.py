@@ -4,8 +4,10 @@ What one shares, the losses of all may depend on: a gathered or summed value goe
 gradient is the sum of theirs, and backward is a barrier, too.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import LossError
 from bigbatch.lockstep.model_state import CannotRecompute
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.threads import Worker
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.graph import remember_shared, shared_by_all
@@ -68,21 +71,45 @@ def refuse_changed(shared: list[tuple[Tensor, str]]) -> None:
             raise RuntimeError(msg)
 
 
-def gathered(worker: Worker, x: Tensor, place: str) -> Tensor:
-    """Return the rows of all micro-batches, in their order; `place` is where they were asked for."""
-    return _shared(worker, x, f"across.gather of {_named(x, 'rows', *x.shape[1:])}{place}", rows=True)
+def refuse_unlike(round_: Round) -> None:
+    """See once for every term of `across.once` that all micro-batches have the same value; it waits for a device.
+
+    A value of 0 says nothing yet: what is cut off below says more later.
+    """
+    for place, terms in enumerate(zip(*round_.marked.values(), strict=False)):
+        if place in round_.same_terms or len(terms) == 1:
+            continue
+        values = [float(term) for term in terms]
+        if not are_the_same(values, terms[0].dtype):
+            raise LossError(
+                "across.once marks a term that is the same in every micro-batch, and this one depends on the "
+                "micro-batch's own samples.",
+                found=", ".join(f"{value:.6g}" for value in values[:4]),
+                fix="across.gather, across.sum or across.mean alone in it, or no across.once for a mean over samples",
+            )
+        if all(0 < abs(value) < math.inf for value in values):
+            round_.same_terms.add(place)
 
 
-def summed(worker: Worker, x: Tensor, kind: str, place: str) -> Tensor:
-    """Return the sum of all micro-batches' tensors, which have one shape; `kind` and `place`: who asked, and where."""
-    return _shared(worker, x, f"across.{kind} of {_named(x, *x.shape)}{place}", rows=False)
+def shared(worker: Worker, x: Tensor, kind: str, place: str) -> Tensor:
+    """Return the rows of all micro-batches, in their order, or the sum of their tensors, which have one shape.
 
-
-def _shared(worker: Worker, x: Tensor, name: str, *, rows: bool) -> Tensor:
+    `kind` and `place`: who of `across` has asked, and where.
+    """
+    rows = kind == "gather"
+    sizes = ", ".join(map(str, ("rows", *x.shape[1:]) if rows else x.shape))
+    gradient = " with gradient" if x.requires_grad and torch.is_grad_enabled() else ""
+    name = f"across.{kind} of [{sizes}] {str(x.dtype).removeprefix('torch.')}{gradient}{place}"
     found: Tensor = _Shared.apply(x, worker, name, rows)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     if not found.requires_grad:  # no graph tells whose it is
         remember_shared(found)
     return found
+
+
+def are_the_same(values: list[float], dtype: torch.dtype) -> bool:
+    """Whether micro-batches have the same value, up to rounding."""
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+    return not max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30)
 
 
 class _Shared(torch.autograd.Function):
@@ -131,9 +158,7 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tuple[Tensor, list[int]]:
-    starts = [0]
-    for piece in pieces[:-1]:
-        starts.append(starts[-1] + piece.shape[0])
+    starts = [0, *accumulate(len(piece) for piece in pieces)]
     together = torch.cat(pieces)
     if ranks is None:
         return together, starts
@@ -151,8 +176,3 @@ def _over_ranks(values: list[Tensor], ranks: Ranks | None, title: str) -> Tensor
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in LOW_PRECISION else x
-
-
-def _named(x: Tensor, *sizes: object) -> str:
-    gradient = " with gradient" if x.requires_grad and torch.is_grad_enabled() else ""
-    return f"[{', '.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}{gradient}"

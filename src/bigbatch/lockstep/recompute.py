@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
-from bigbatch.lockstep.model_state import CannotRecompute, ModelState, version_of
+from bigbatch.lockstep.model_state import CannotRecompute, ModelState
 from bigbatch.lockstep.thread_state import autocasts, under
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION
@@ -36,7 +36,6 @@ class Recompute:
     parameters: frozenset[int]  # the ids of the optimizers'
     comparing: bool  # whether values of both runs are compared on a device, too, which waits for it
     calls: int = 0  # how many were recomputed, or would have been but for the first micro-batch's
-    _aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # results that share memory, and their versions
     _states: dict[int, ModelState] = field(default_factory=dict)  # of models
 
     @contextmanager
@@ -52,88 +51,79 @@ class Recompute:
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Arguments) -> Any:
         """Call a model for the micro-batch at hand."""
         self.calls += 1
-        state = self._states.get(id(model))
-        if state is not None:
-            state.refuse_changed()
-        if state is None or not worker.number:
-            # Its backward comes first, while no other holds anything: there is nothing to save.
-            state = state or ModelState(model)
-            with _alone(worker):
-                result = plain(*given[0], **given[1])
-            if id(model) not in self._states:
-                self._states[id(model)] = state
-                state.learn()
-            return result
-        call = _Call(model, plain, given, state, worker)
-        with saved_tensors_hooks(_save_nothing, _refuse):
-            result = call.run(given)
-        call.draws.settle()
-        return self._standing_for(call, result)
+        known = self._states.get(id(model))
+        if known is not None:
+            known.refuse_changed()
+            if worker.number:
+                return self._standing_for(_Call(self, model, plain, known, worker, given))
+        # The backward of the first comes first, while no other holds anything: there is nothing to save.
+        state = known or ModelState(model)
+        with _alone(worker):
+            result = plain(*given[0], **given[1])
+        if known is None:
+            self._states[id(model)] = state
+            state.learn()
+        return result
 
-    def refuse_changed(self) -> None:
-        """Forward is over: raise where a result was changed in place that shares its memory."""
-        if any(witness._version != version for witness, version in self._aliases):  # noqa: SLF001
-            raise CannotRecompute("results that are views of each other, or of an input, were changed in place")
-        self._aliases.clear()
-
-    def _standing_for(self, call: "_Call", result: Any) -> Any:
+    def _standing_for(self, call: "_Call") -> Any:
         """Return the results of a first run with one node for all of it, in place of a graph that has saved nothing."""
+        with saved_tensors_hooks(_save_nothing, _refuse):
+            result = call.run(call.arguments)
+        call.draws.settle()
         # What a model hands on as it got it, or one of its own parameters, is no result of the run.
-        given = {id(tensor) for tensor in call.inputs.values()}
+        given = set(map(id, call.inputs))
         results = {p: t for p, t in _tensors(result).items() if t.grad_fn is not None and id(t) not in given}
-        first: dict[int, str] = {}
-        same = {place: first.setdefault(id(tensor), place) for place, tensor in results.items()}
-        call.wanted = list(first.values())
-        if not call.wanted:
+        if not results:
             return result
-        with_gradient = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
         # A parameter's own hooks would be called for nothing.
         able = (p for p in call.model.parameters() if p.requires_grad and not getattr(p, "_backward_hooks", None))
         handle = next((p for p in able if id(p) in self.parameters), None)
-        if handle is None and not with_gradient:
+        if handle is None and not call.inputs:
             raise CannotRecompute("no parameter of the model can stand for all of them")
-        values = [results[place].detach() for place in call.wanted]
+        values = [tensor.detach() for tensor in results.values()]
+        call.wanted = list(results)
         # On a host nothing has to be waited for, so there they are always compared.
         if self.comparing or all(value.device.type == "cpu" for value in values):
             call.values = [value.clone() for value in values]
-        made = _Again.apply(call, self.own, values, handle, *with_gradient)  # type: ignore[no-untyped-call]
-        together = Counter(_memory(each) for each in (*made, *call.inputs.values()))
-        for each in made:
-            if together[_memory(each)] > 1:  # what is done to one in place is done to all, and none of them knows
-                witness = each.detach()
-                witness.data = torch.empty(0, dtype=each.dtype, device=each.device)  # its version alone
-                self._aliases.append((witness, each._version))  # noqa: SLF001
-        of = dict(zip(call.wanted, made, strict=True))
-        return mapped(result, lambda place, leaf: of[same[place]] if place in same else leaf)
+        made = _Again.apply(call, values, handle, *call.inputs)  # type: ignore[no-untyped-call]
+        together = Counter(_memory(each) for each in (*made, *_tensors(call.arguments).values()))
+        call.aliases = [(_witness(each), each._version) for each in made if together[_memory(each)] > 1]  # noqa: SLF001
+        of = dict(zip(results, made, strict=True))
+        return mapped(result, of.get)
 
 
 class _Call:
     """One call of a model by one micro-batch."""
 
-    def __init__(
-        self, model: nn.Module, plain: Callable[..., Any], given: Arguments, state: ModelState, worker: Worker
+    wanted: Sequence[str] = ()  # where its results that have a gradient are
+    values: Sequence[Tensor] = ()  # what they were, where that is to be compared
+    aliases: Sequence[tuple[Tensor, int]] = ()  # of results that share memory, and their versions
+
+    def __init__(  # noqa: PLR0917 - all that a call is
+        self,
+        window: Recompute,
+        model: nn.Module,
+        plain: Callable[..., Any],
+        state: ModelState,
+        worker: Worker,
+        given: Arguments,
     ) -> None:
         """Take note of what it begins with."""
         assert worker.round.streams is not None  # noqa: S101 - several run
-        self.model, self._plain, self._state, self.worker = model, plain, state, worker
+        self.window, self.model, self._plain, self._state, self.worker = window, model, plain, state, worker
         self.arguments = apart(given)  # in structures of their own: the user's may be filled anew
-        self.inputs = _tensors(given)
-        self._versions = [*map(version_of, self.inputs.values())]
-        self._found = state.found()
-        self.draws, self._autocasts = Draws(worker.round.streams), autocasts()
-        self.wanted: Sequence[str] = ()  # where its results that have a gradient are
-        self.values: Sequence[Tensor] = ()  # what they were, where that is to be compared
+        self.inputs = [tensor for tensor in _tensors(given).values() if tensor.requires_grad]
+        self._found, self._autocasts, self.draws = state.found(), autocasts(), Draws(worker.round.streams)
 
     def run(self, given: Arguments) -> Any:
         """Run the model, now; perhaps with other tensors of the same values."""
         with _alone(self.worker):
-            found = self._plain(*given[0], **given[1])
-        if self._versions != [*map(version_of, self.inputs.values())]:
-            raise CannotRecompute("the model, or the loss after it, changes the model's input in place")
-        return found
+            return self._plain(*given[0], **given[1])
 
     def again(self, given: Arguments) -> list[Tensor]:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
+        if any(witness._version != version for witness, version in self.aliases):  # noqa: SLF001
+            raise CannotRecompute("results that are views of each other, or of an input, were changed in place")
         with torch.enable_grad(), under(self._autocasts), self._state.again(self._found), self.draws.again():
             found = dict(leaves(self.run(given)))
         results: list[Any] = [found.get(place) for place in self.wanted]
@@ -143,7 +133,8 @@ class _Call:
         if not same or not all(isinstance(each, Tensor) for each in results):
             raise CannotRecompute(
                 "the model returned other values when it was run again in backward with the same input. It depends "
-                "on something outside of it that has changed in between, such as a global that loss_fn sets",
+                "on something outside of it that has changed in between, such as a global that loss_fn sets, or "
+                "changes its input",
                 "model(x, condition), an argument of the call",
             )
         return results
@@ -153,9 +144,9 @@ class _Again(torch.autograd.Function):
     """Stands for a whole run of a model. One of its parameters is in the graph for all: backward gets here by it."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, own: Any, values: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, values: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         del tensors
-        ctx.call, ctx.own = call, own
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(values)
 
@@ -165,20 +156,19 @@ class _Again(torch.autograd.Function):
         call: _Call = ctx.call
         if not call.worker.round.is_backward:
             raise CannotRecompute("loss_fn takes a derivative of its own through the model")
-        inputs = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
-        fresh = [tensor.detach().requires_grad_() for tensor in inputs]
-        of = {id(tensor): new for tensor, new in zip(inputs, fresh, strict=True)}
+        fresh = [tensor.detach().requires_grad_() for tensor in call.inputs]
+        of = {id(tensor): new for tensor, new in zip(call.inputs, fresh, strict=True)}
         results = call.again(mapped(apart(call.arguments), lambda _, leaf: of.get(id(leaf), leaf)))
         pairs = [
             (result, above)
             for result, above in zip(results, gradients, strict=True)
             if above is not None and result.requires_grad
         ]
-        own = ctx.own()
+        own = call.window.own()
         if pairs:
             below, above_them = zip(*pairs, strict=True)
             torch.autograd.backward(below, above_them, inputs=None if own is None else (*own, *fresh))
-        return None, None, None, None, *(each.grad for each in fresh)
+        return None, None, None, *(each.grad for each in fresh)
 
 
 class _Forward:
@@ -269,6 +259,13 @@ def _memory(tensor: Tensor) -> int:
     if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided:
         return -id(tensor)
     found: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch.multiprocessing has it
+    return found
+
+
+def _witness(tensor: Tensor) -> Tensor:
+    """Return something that has the version of a tensor, without its memory."""
+    found = tensor.detach()
+    found.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return found
 
 

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 
 from bigbatch.caller import outside
 from bigbatch.distributed.ranks import Ranks
+from bigbatch.errors import LossError
 from bigbatch.execute.graph_record import workspaces_freer
 from bigbatch.execute.micro_step import Runner
 from bigbatch.lockstep.activations import Activations, Mode
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
-from bigbatch.lockstep.collectives import refuse_changed
+from bigbatch.lockstep.collectives import are_the_same, refuse_changed, refuse_unlike
 from bigbatch.lockstep.norm_kernels import Constants
 from bigbatch.lockstep.offload_remake import activations_known
 from bigbatch.lockstep.offload_store import Offload
 from bigbatch.lockstep.recompute import Recompute
 from bigbatch.lockstep.round import OwnParameters, Round
 from bigbatch.lockstep.thread_state import Carried
-from bigbatch.lockstep.threads import Crew, this_worker
+from bigbatch.lockstep.threads import Crew, Worker
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
 from bigbatch.memory.meter import saved_bytes
@@ -54,7 +55,7 @@ class Together:
         self._crew, self._constants = Crew(), Constants()
         self._windows = 0  # that went well
         self._recomputed = False  # whether the latest window was
-        self._same_terms: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
+        self._same_terms: set[int] = set()  # places of marked terms that were the same in every micro-batch
         self.statistics: set[int] = set()  # ids of buffers that norms have moved together, once per window
         self._offload: Offload | None = None
 
@@ -77,11 +78,7 @@ class Together:
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
             round_.free_workspaces = workspaces_freer()
         recompute = self._recompute(window) if mode == "recompute" else None
-        around: AbstractContextManager[object] = recompute.of(self._models) if recompute is not None else nullcontext()
-        if mode == "offload":
-            around = self._offloading(round_)
         self._recomputed, is_alike = recompute is not None, False
-        sparing_others = ExitStack()
 
         def forward(number: int) -> tuple[Tensor, list[Term]]:
             offload, micro_batch = round_.offload, next(micro_batches)  # one task at a time: each takes its own
@@ -92,15 +89,17 @@ class Together:
 
         def weighed(found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
             nonlocal is_alike
-            if recompute is not None:
-                recompute.refuse_changed()
-            sparing_others.enter_context(self._runner.sparing_others())  # known to be needed by now
+            around.enter_context(self._runner.sparing_others())  # known to be needed by now
             if round_.offload is not None:
                 round_.offload.turn()
             is_alike = not self._windows and len(found) > 1 and _is_of_all_alone(found)
             return self._runner.weighed(window, found)
 
-        with around, sparing_others:
+        with ExitStack() as around:
+            if recompute is not None:
+                around.enter_context(recompute.of(self._models))
+            if mode == "offload":
+                around.enter_context(self._offloading(round_))
             self._add_ranks(round_, window.ranks)
             self._side_by_side(forward, weighed, round_)
         if window.ranks is not None:
@@ -144,12 +143,12 @@ class Together:
         round_.mode = "resting" if resting else "train"
         return self._side_by_side(forward, weighed, round_)
 
-    def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
+    def rehearse(self, run: Callable[[Any], Result], micro_batch: Any, size: int) -> Result:
         """Run one micro-batch alone as if others were there: BatchNorm takes a single sample."""
         round_ = self._round([size])
         round_.mode = "probe"
         with batch_norm_met():
-            self._crew.run([partial(run, micro_batch)], Carried.here(self._device), round_)
+            return self._crew.run(lambda _: run(micro_batch), Carried.here(self._device), round_)[0]
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
@@ -160,15 +159,12 @@ class Together:
         if len(sizes) == 1:
             return
 
+        def saved(each: Any) -> int:
+            return saved_bytes(lambda: self._runner.loss(each), self._models, self._device)
+
         def measure() -> float:
-            found: list[int] = []
-
-            def run(each: Any) -> None:
-                found.append(saved_bytes(lambda: self._runner.loss(each), self._models, self._device))
-
             with untouched(self._models):
-                self.rehearse(run, micro_batch(), sizes[0])
-            return found[0] / sizes[0]
+                return self.rehearse(saved, micro_batch(), sizes[0]) / sizes[0]
 
         pinned = self._offload.held if self._offload is not None else 0
         inside = self._meets_in_model()
@@ -211,17 +207,24 @@ class Together:
         round_: Round,
     ) -> list[Result]:
         """Run each forward, a barrier at which all values are weighed, and each backward."""
+        several = len(round_.sizes) > 1
+        own = OwnParameters(self._models if several else ())
 
         def turn(found: list[Value]) -> dict[int, Callable[[], Result]]:
             refuse_changed(round_.shared)
             round_.shared.clear()
-            if round_.own_parameters is not None:
-                round_.own_parameters.refuse_others()
+            refuse_unlike(round_)
+            if others := own.restore():
+                raise LossError(
+                    f"a parameter '{others[0]}' is another one after the forwards of a window than before: "
+                    "micro-batches take turns in the midst of torch.func.functional_call or an exchange of p.data.",
+                    fix="other weights with BatchNorm in evaluation mode, or a model of their own: "
+                    "BigStep([model, teacher], optimizer, loss_fn)",
+                )
             round_.is_backward = True
             return dict(enumerate(weighed(found)))
 
-        def task() -> Result:
-            worker = this_worker()
+        def task(worker: Worker) -> Result:
             if round_.streams is not None:
                 round_.streams.begin(worker.number)
             found = forward(worker.number)
@@ -234,17 +237,17 @@ class Together:
                 round_.free_workspaces()
             return result
 
-        tasks, carried = [task] * len(round_.sizes), Carried.here(self._device)
-        with batch_norm_met(), activations_known() if round_.offload is not None else nullcontext():
-            if len(tasks) == 1:
-                return self._crew.run(tasks, carried, round_)
-            own = round_.own_parameters = OwnParameters(self._models)
-            # No generator of a device can be asked while it is captured; a graph that draws any number is not used.
-            capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with ExitStack() as around:
+            around.enter_context(batch_norm_met())
+            if round_.offload is not None:
+                around.enter_context(activations_known())
+            if several:
+                # No generator of a device can be asked while it is captured; a graph that draws any is not used.
+                capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                devices = frozenset() if capturing else devices_of(self._models)
+                round_.streams = around.enter_context(closing(Streams(devices, len(round_.sizes))))
             try:
-                with closing(Streams(frozenset() if capturing else devices_of(self._models), len(tasks))) as streams:
-                    round_.streams = streams
-                    return self._crew.run(tasks, carried, round_)
+                return self._crew.run(task, Carried.here(self._device), round_)
             except BaseException:
                 own.restore()
                 raise
@@ -255,7 +258,6 @@ def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:
     if any(term.kind != "once" or term.name == "counted" for _, terms in found for term in terms):
         return False
     values = [float(loss.detach()) for loss, _ in found]
-    tolerance = 1e-9 if found[0][0].dtype == torch.float64 else 1e-3
-    if max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30):
+    if not are_the_same(values, found[0][0].dtype):
         raise refusals.shared_alone(values)
     return True

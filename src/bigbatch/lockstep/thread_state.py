@@ -9,27 +9,28 @@ that sleeps: launching a ResNet's kernels from sixteen threads took half as long
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, copy_context
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_KINDS = ("cpu", "cuda")
 Autocasts = tuple[tuple[str, torch.dtype, bool, bool], ...]  # of each kind: whether enabled, whether it caches weights
+Result = TypeVar("Result")
 
 
 def autocasts() -> Autocasts:
     """Return those of this thread."""
     caching = torch.is_autocast_cache_enabled()
-    return tuple((k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k), caching) for k in _KINDS)
+    kinds = ("cpu", "cuda")
+    return tuple((k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k), caching) for k in kinds)
 
 
 @contextmanager
@@ -47,42 +48,46 @@ class Carried:
     """The state of the thread that it was taken on."""
 
     grad: bool
-    inference: bool
     autocasts: Autocasts
-    function_modes: tuple[Any, ...]
-    dispatch_modes: tuple[Any, ...]
+    modes: tuple[Any, ...]
     stream: torch.cuda.Stream | None
+    processor: int | None
     context: Context
 
     @classmethod
     def here(cls, device: torch.device) -> "Carried":
         """Take the state of this thread."""
+        on_cuda = device.type == "cuda"
         return cls(
             grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
             autocasts=autocasts(),
-            function_modes=tuple(_get_current_function_mode_stack()),
-            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
-            stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            modes=(*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()),
+            stream=torch.cuda.current_stream(device) if on_cuda else None,
+            processor=this_processor() if on_cuda else None,
             context=copy_context(),
         )
 
-    @contextmanager
-    def there(self) -> Iterator[None]:
-        """Put the state into force on this thread, where nothing is in force yet."""
+    def call(self, function: Callable[..., Result], *given: Any) -> Result:
+        """Call a function under that state, on this thread, where nothing is in force yet."""
         with ExitStack() as stack:
+            stack.enter_context(staying_on(self.processor))
             if self.stream is not None:
                 stack.enter_context(torch.cuda.device(self.stream.device))
                 stack.enter_context(torch.cuda.stream(self.stream))
-            stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(under(self.autocasts))
-            for mode in (*self.dispatch_modes, *self.function_modes):
+            for mode in self.modes:
                 # A default device remembers what was before it: each thread has its own.
                 stack.enter_context(copy(mode) if isinstance(mode, DeviceContext) else mode)
             # Backward runs on the thread that calls it, so that it can wait for the others there.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            yield
+            return self.context.copy().run(function, *given)
+
+
+@cache
+def _start_engine() -> None:
+    """Have torch start its own threads for backward, here: they would stay where the thread that starts them must."""
+    torch.ones((), requires_grad=True, device="cpu").backward()
 
 
 def this_processor() -> int | None:
@@ -117,11 +122,5 @@ def wait_when_woken() -> None:
 
     Linux would rather let the one that was woken run at once, only to find that Python's lock is still held.
     """
-    if hasattr(os, "sched_setscheduler") and hasattr(os, "SCHED_BATCH"):
+    if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-@cache
-def _start_engine() -> None:
-    """Have torch start its own threads for backward, here: they would stay where the thread that starts them must."""
-    torch.ones((), requires_grad=True, device="cpu").backward()

@@ -1,8 +1,8 @@
-"""Several tasks in lock-step: one runs at a time, in a fixed order, until all have come to the same barrier.
+"""A task for each micro-batch, in lock-step: one runs at a time, in a fixed order, until all are at the same barrier.
 
-Each task has a thread of its own, so that it can stop anywhere, in the midst of a model's forward or of a backward, and
-go on when the others have come as far. A baton goes around, so no two ever run at once and nothing depends on chance.
-When it has gone around, either all wait at the same barrier, or all are done, or an error says where each of them is.
+Each has a thread of its own, so that it can stop anywhere, in the midst of a model's forward or of a backward, and go
+on when the others have come as far. A baton goes around, so no two ever run at once and nothing depends on chance. When
+it has gone around, either all wait at the same barrier, or all are done, or an error says where each of them is.
 
 Threads stay for the next window: a library's handles for matrix products and convolutions belong to a thread, and
 making them takes longer than many a window.
@@ -10,14 +10,13 @@ making them takes longer than many a window.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
 from bigbatch.lockstep.round import Round
-from bigbatch.lockstep.thread_state import Carried, staying_on, this_processor, wait_when_woken
+from bigbatch.lockstep.thread_state import Carried, wait_when_woken
 from bigbatch.state import scope
 
 _PATIENCE = 5.0  # seconds between two looks at whether a thread has died
@@ -34,14 +33,9 @@ class Worker:
 
     def __init__(self, turns: "_Turns", number: int) -> None:
         """Take part in turns."""
-        self._turns, self.number = turns, number
+        self._turns, self.number, self.size = turns, number, len(turns.at)
         self.meetings = 0  # how many this task has had
         self.visits: dict[str, int] = {}  # how often it has come by a place that wants to know
-
-    @property
-    def size(self) -> int:
-        """How many tasks there are."""
-        return len(self._turns.at)
 
     @property
     def round(self) -> Round:
@@ -66,7 +60,10 @@ class Worker:
         if turns.failure is not None:
             raise Abandoned
         try:
-            turns.come(self.number, name, [value], fold)
+            turns.at[self.number] = name
+            turns.are_alike = turns.are_alike and name == turns.at[0]
+            is_folded = fold is not None and self.number and turns.are_alike
+            turns.values.append(fold(turns.values.pop(), value) if fold is not None and is_folded else value)
             del value  # where it is folded into others, nobody keeps it
             if is_last:
                 turns.conclude(combine)
@@ -88,49 +85,38 @@ def current() -> Worker | None:
     return found
 
 
-def this_worker() -> Worker:
-    """Return the task that this thread runs; there is one."""
-    worker = current()
-    assert worker is not None  # noqa: S101 - tasks run on workers
-    return worker
-
-
 class Crew:
-    """Threads that run tasks in lock-step, as many as there are tasks."""
+    """Threads that run a task in lock-step, one for each micro-batch."""
 
     def __init__(self) -> None:
         """Have no threads yet."""
         self._seats: list[_Seat] = []
         weakref.finalize(self, _dismiss, self._seats)
 
-    def run(self, tasks: Sequence[Callable[[], Result]], carried: Carried, round_: Round) -> list[Result]:
-        """Run all tasks; returns their results. The error of one ends all, and comes out as it was raised."""
+    def run(self, task: Callable[[Worker], Result], carried: Carried, round_: Round) -> list[Result]:
+        """Run a task for each micro-batch; returns their results. The first error ends all, and comes out."""
+        number = len(round_.sizes)
         if not all(seat.is_alive() for seat in self._seats):
-            _dismiss(self._seats)  # those that are left: in a process that was forked, none
-        while len(self._seats) < len(tasks):
-            _start_thread(self._seats, len(tasks))
-        processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
-        return _Turns(tasks, self._seats[: len(tasks)], carried, round_, processor).run()
+            _dismiss(self._seats)  # in a process that was forked, none is left
+        try:
+            while len(self._seats) < number:
+                self._seats.append(_Seat(len(self._seats)))  # first: an interrupt leaves no thread that nobody ends
+                self._seats[-1].start()
+        except RuntimeError as error:
+            self._seats.pop()
+            raise ConfigurationError(
+                f"micro-batches in lock-step have a thread each, and the system started {len(self._seats):,} of "
+                f"{number:,}: {error}.",
+                fix="fewer, larger micro-batches:  BigStep(..., micro_batch_size=...); or a higher limit (ulimit -u)",
+            ) from error
+        return _Turns(task, self._seats[:number], carried, round_).run()
 
 
 def _dismiss(seats: "list[_Seat]") -> None:
     for seat in seats:
-        seat.ended = True
+        seat.is_dismissed = True
         seat.wake()
     seats.clear()
-
-
-def _start_thread(seats: "list[_Seat]", tasks: int) -> None:
-    seats.append(_Seat(len(seats)))  # before it starts: an interrupt must not leave a thread that nobody ends
-    try:
-        seats[-1].start()
-    except RuntimeError as error:
-        seats.pop()
-        raise ConfigurationError(
-            f"micro-batches in lock-step have a thread each, and the system started {len(seats):,} of {tasks:,}: "
-            f"{error}.",
-            fix="fewer, larger micro-batches:  BigStep(..., micro_batch_size=...); or a higher limit (ulimit -u)",
-        ) from error
 
 
 class _Seat(threading.Thread):
@@ -138,10 +124,11 @@ class _Seat(threading.Thread):
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"bigbatch-{number}", daemon=True)
+        self._number = number
         self.go = threading.Lock()  # released by whoever passes the baton
         self.go.acquire()
-        self.job: Callable[[], None] | None = None
-        self.ended = False
+        self.turns: _Turns | None = None  # that it has not yet taken part in
+        self.is_dismissed = False
 
     def wake(self) -> None:
         """Let the thread look whether it is its turn; once more does no harm."""
@@ -152,44 +139,56 @@ class _Seat(threading.Thread):
         """Work until there is no more."""
         with suppress(Exception):  # it saves time, and no more: without it the thread works as well
             wait_when_woken()
-        while not self.ended:
+        while not self.is_dismissed:
             self.go.acquire()
-            job = self.job
-            if job is not None:
-                job()
-            del job  # it holds a window's tensors
+            turns = self.turns
+            if turns is None or turns.turn != self._number:
+                continue  # woken for nothing
+            self.turns = None
+            try:
+                turns.work(self._number)
+            except BaseException as error:  # noqa: BLE001 - it comes out of `run`, and nobody waits for this one
+                turns.failure = turns.failure or error
+                turns.end(self._number)
+            del turns  # it holds a window's tensors
 
 
 class _Turns:
     """The tasks of one window, from the first baton to the last."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Callable[[], Any]],
-        seats: list[_Seat],
-        carried: Carried,
-        round_: Round,
-        processor: int | None,
-    ) -> None:
-        self._tasks, self._seats, self._carried, self._processor = list(tasks), seats, carried, processor
-        self.at: list[str | None] = [None] * len(tasks)  # the barrier that each waits at
+    def __init__(self, task: Callable[[Worker], Any], seats: list[_Seat], carried: Carried, round_: Round) -> None:
+        self._task, self._seats, self._carried = task, seats, carried
         self.round = round_
-        self._values: list[Any] = []
-        self._done = [False] * len(tasks)
-        self._results: list[Any] = [None] * len(tasks)
-        self.combined: Any = None
+        self.at: list[str | None] = [None] * len(seats)  # the barrier that each waits at
+        self.are_alike = True  # whether all that have come are at the same barrier
+        self.values: list[Any] = []  # that they have come with
+        self.combined: Any = None  # what was made of them
         self.failure: BaseException | None = None
-        self._alike = True  # whether all that have come are at the same barrier
-        self._over = False
-        self._turn = -1  # whose it is to run
+        self.turn = -1  # whose it is to run
+        self._done = [False] * len(seats)
+        self._results: list[Any] = [None] * len(seats)
+        self._is_over = False
         self._finished = threading.Lock()
         self._finished.acquire()
 
     def run(self) -> list[Any]:
-        self._wait()
+        """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next barrier, and then comes out."""
+        while not self._is_over:
+            try:
+                if self.turn < 0:
+                    for seat in self._seats:
+                        seat.turns = self
+                    self.turn = 0
+                self._seats[self.turn].wake()  # also where an interrupt came between a turn and its waking
+                if not self._finished.acquire(timeout=_PATIENCE) and not self._seats[self.turn].is_alive():
+                    self.failure = self.failure or RuntimeError("a thread of this window ended before its task")
+                    self.end(self.turn)  # nobody else would
+            except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised below, when no task runs any more
+                self.failure = self.failure or interrupt
         failure, results = self.failure, self._results
-        self._tasks, self._values, self._results, self.combined, self.failure = [], [], [], None, None
-        self.round = Round(())  # a graph that outlives its window has a worker, and must hold nothing else of it
+        # A graph that outlives its window has a worker, and must hold nothing of the window.
+        self._task, self.values, self._results, self.combined, self.failure = _nothing, [], [], None, None
+        self.round = Round(())
         if failure is not None:
             try:
                 raise failure
@@ -197,63 +196,24 @@ class _Turns:
                 del failure, results  # a frame that holds its own error is never freed
         return results
 
-    def _wait(self) -> None:
-        """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next barrier, and then comes out."""
-        try:  # around all of it: nothing has begun before this line, and all is over after it
-            while not self._over:
-                if self._turn < 0:
-                    for number, seat in enumerate(self._seats):
-                        seat.job = partial(self._job, number)
-                    self._turn = 0
-                self._seats[self._turn].wake()  # also where an interrupt came between a turn and its waking
-                if not self._finished.acquire(timeout=_PATIENCE):
-                    self._see_to_the_dead()
-        except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
-            self.failure = self.failure or interrupt
-            self._wait()
-
-    def _see_to_the_dead(self) -> None:
-        """Fail where the one whose turn it is has no thread any more: nobody else would tell."""
-        number = self._turn
-        if not self._over and not self._done[number] and not self._seats[number].is_alive():
-            self._fail(number, RuntimeError("a thread of this window ended before its task"))
-
-    def _fail(self, number: int, error: BaseException) -> None:
-        self.failure = self.failure or error
-        self._end(number)
-
-    def _job(self, number: int) -> None:
-        if self._turn != number or self._done[number]:
-            return  # woken for nothing
-        self._seats[number].job = None
+    def work(self, number: int) -> None:
+        """Run the task, on its thread."""
         try:
-            try:
-                scope.become(Worker(self, number))
-                if self.failure is None:
-                    with staying_on(self._processor), self._carried.there():
-                        self._results[number] = self._carried.context.copy().run(self._tasks[number])
-            except Abandoned:
-                pass
-            finally:
-                scope.become(None)
-            self._end(number)
-        except BaseException as error:  # noqa: BLE001 - it comes out of `run`, and the others must not wait for this one
-            self._fail(number, error)
-
-    def come(self, number: int, name: str, box: list[Any], fold: Callable[[Any, Any], Any] | None) -> None:
-        """A task has come to a barrier, with a value in a box."""
-        self.at[number] = name
-        self._alike = self._alike and name == self.at[0]
-        if fold is not None and number and self._alike:
-            self._values = [fold(self._values.pop(), box.pop())]
-        else:
-            self._values.append(box.pop())
+            worker = Worker(self, number)
+            scope.become(worker)
+            if self.failure is None:
+                self._results[number] = self._carried.call(self._task, worker)
+        except Abandoned:
+            pass
+        finally:
+            scope.become(None)
+        self.end(number)
 
     def conclude(self, combine: Callable[[list[Any]], Any]) -> None:
         """All have come to where they are: make of their values what they came for."""
         if len(set(self.at)) > 1:
             raise self._paths_differ()
-        values, self._values, self._alike = self._values, [], True
+        values, self.values, self.are_alike = self.values, [], True
         self.at = [None] * len(self._seats)
         self.combined = combine(values)
 
@@ -261,34 +221,31 @@ class _Turns:
         """Have the others run until it is this one's turn again."""
         if len(self._seats) > 1:
             self._hand_to((number + 1) % len(self._seats))
-            while self._turn != number:
+            while self.turn != number:
                 self._seats[number].go.acquire()
 
-    def _end(self, number: int) -> None:
+    def end(self, number: int) -> None:
         """A task is over: the baton goes to the next, and from the last one to whoever still waits."""
         self._done[number] = True
         if self.failure is None and number + 1 < len(self._seats):
             self._hand_to(number + 1)
-            return
-        left = [i for i, done in enumerate(self._done) if not done]
-        if left:
-            self.failure = self.failure or self._paths_differ()
-            self._hand_to(left[0])
-        else:
-            self._over = True
+        elif all(self._done):
+            self._is_over = True
             self._finished.release()
+        else:
+            self.failure = self.failure or self._paths_differ()
+            self._hand_to(self._done.index(False))
 
     def _hand_to(self, number: int) -> None:
-        self._turn = number
+        self.turn = number
         self._seats[number].wake()
 
     def _paths_differ(self) -> PathsDiffer:
-        places: dict[str, list[int]] = {}
+        places: dict[str, list[str]] = {}
         for number, at in enumerate(self.at):
-            places.setdefault(at or "its end", []).append(number)
+            places.setdefault(at or "its end", []).append(str(number))
         listed = "\n".join(
-            f"    micro-batch{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} "
-            f"{'are' if len(numbers) > 1 else 'is'} at {at}"
+            f"    micro-batch{'es' * (len(numbers) > 1)} {', '.join(numbers)} {'are' if numbers[1:] else 'is'} at {at}"
             for at, numbers in places.items()
         )
         return PathsDiffer(
@@ -296,3 +253,7 @@ class _Turns:
             "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
             "`if` on the data or on a random number, a layer that some skip, or tensors of different shapes."
         )
+
+
+def _nothing(_: Worker) -> None:
+    """Stand for a task that is over."""
