@@ -30,16 +30,19 @@ def test_a_step_by_hand_is_refused_and_the_window_goes_on() -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-@pytest.mark.parametrize("cast", ["bfloat16", "float"])
 @pytest.mark.parametrize("then", ["backward", "flush"])
-def test_a_model_that_is_cast_inside_a_window_is_noticed(cast: str, then: str) -> None:
-    """Its gradients would add up in another type from there on."""
+@pytest.mark.parametrize("how", ["bfloat16", "float", "frozen"])
+def test_a_model_that_is_cast_or_frozen_inside_a_window_is_noticed(how: str, then: str) -> None:
+    """Its gradients would add up in another type from there on, or not at all."""
     training = Training(steps=3, case=PLAIN)
     training.backward(BATCHES[0])
-    getattr(training.model, cast)()
+    if how == "frozen":
+        trained(training.model)[0].requires_grad_(False)
+    else:
+        getattr(training.model, how)()
     dtype = next(training.model.parameters()).dtype
     batch = {name: each.to(dtype) for name, each in BATCHES[0].items()}
-    with pytest.raises(WindowDisturbed, match=r"(?s)cast from torch.float64 to .*accumulator.discard\(\)"):
+    with pytest.raises(WindowDisturbed, match=r"(?s)(cast from torch.float64 to|frozen) .*accumulator.discard\(\)"):
         _ = training.backward(batch) if then == "backward" else training.accumulator.flush()
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,9 +16,9 @@ from bigbatch import Accumulator, BigStep
 from bigbatch.errors import LossError
 from bigbatch.loss.origin import Surroundings
 from bigbatch.loss.readings import Reader
-from tests.support.losses import READABLE, sizes
 from tests.support.reference import distance, sgd, trained, weights
-from tests.support.samples import Batch, Loss, join, rows, seeded
+from tests.support.samples import Batch, join, rows, seeded
+from tests.support.strategies import Epoch, epochs, readable
 from tests.support.training import Training
 
 pytestmark = pytest.mark.filterwarnings(
@@ -35,12 +36,12 @@ class Dispatched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
+        self.seen: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note it, and do it."""
         del types
-        self.seen.append(str(func))
+        self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -49,12 +50,12 @@ class Called(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.seen: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note it, and call it."""
         del types
-        self.seen.append(getattr(func, "__name__", str(func)))
+        self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -132,14 +133,14 @@ def test_flops_are_those_of_a_loop_by_hand(way: str) -> None:
     assert ours.get_total_flops() == theirs.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("case", READABLE, ids=lambda case: case.name)
-def test_every_loss_is_read_under_a_mode(case: Loss) -> None:
+@given(epochs(readable))
+@settings(max_examples=40)
+def test_every_loss_is_read_under_a_mode(epoch: Epoch) -> None:
     """Those with numbers, indices and weights among their saved tensors, too."""
-    batches = case.micro_batches(sizes(case))
-    watched, alone = Training(4, case=case), Training(4, case=case)
+    watched, alone = Training(epoch.steps, case=epoch.case), Training(epoch.steps, case=epoch.case)
     with Dispatched(), Called():
-        watched.train(batches)
-    alone.train(batches)
+        watched.train(epoch.batches)
+    alone.train(epoch.batches)
     assert distance(watched.weights, alone.weights) <= 1e-15  # torch itself adds some up in another order there
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.distributed.statement import Statement
-from bigbatch.errors import BatchNormError, StateError, WindowBroken
+from bigbatch.errors import StateError, WindowBroken
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Buffers, untouched
 from bigbatch.window.gradients import Gradients
@@ -104,24 +104,6 @@ def test_a_failure_after_a_backward_breaks_the_window(
 
 
 # Losses that are refused before anything is added.
-
-
-@pytest.mark.parametrize("entrance", ["over", "by hand"])
-def test_a_refused_first_loss_opens_no_window(entrance: str) -> None:
-    """BatchNorm of a model that nobody told of: no update of nothing, no step of the scheduler."""
-    model, judge = mlp()(), nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
-    optimizer = sgd(trained(model))
-    scheduler = StepLR(optimizer, 1)
-    accumulator = Accumulator(model, optimizer, steps=2, scheduler=scheduler)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    for batch in accumulator.over([x]) if entrance == "over" else [x]:
-        with pytest.raises(BatchNormError):
-            accumulator.backward(judge(model(batch)[:, :1]).mean())
-        assert accumulator.remaining == 2
-    assert accumulator.flush() is None
-    assert scheduler.last_epoch == 0
-    optimizer.step()  # outside of windows it is the user's own
-    assert next(iter(accumulator.over([x]))) is x
 
 
 # Steps.

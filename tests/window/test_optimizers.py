@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from bigbatch import Accumulator
-from bigbatch.errors import ConfigurationError
 from tests.support.losses import MODELS, l2
 from tests.support.reference import distance, state, weights
 from tests.support.samples import CLASSES, Batch, join, mlp, rows, seeded, sequences
-from tests.support.training import MASKED, Training, micro_batches
+from tests.support.training import Training, micro_batches
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
 TOKENS = [sequences(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
@@ -228,13 +227,6 @@ def test_gradient_penalties_over_several_updates(name: str) -> None:
 
 
 # What cannot be.
-
-
-def test_lbfgs_is_refused() -> None:
-    """It evaluates the loss through a closure; the error says why and what to use."""
-    model = MASKED.model()
-    with pytest.raises(ConfigurationError, match=r"LBFGS evaluates the loss several times.*\n.*torch.optim.AdamW"):
-        Accumulator(model, LBFGS(model.parameters()), steps=2)
 
 
 def test_a_single_optimizer_may_serve_two_accumulators_in_turn() -> None:

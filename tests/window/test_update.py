@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, Update
-from bigbatch.errors import ConfigurationError
 from tests.support.reference import big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss
 from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
@@ -199,18 +198,3 @@ def test_several_schedulers() -> None:
     accumulator = Accumulator(models, optimizers, steps=1, scheduler=schedulers)
     accumulator.backward(MASKED.loss(models[0], BATCHES[0]) + MASKED.loss(models[1], BATCHES[0]))
     assert [scheduler.get_last_lr() for scheduler in schedulers] == [[0.25], [0.05]]
-
-
-def test_a_plateau_scheduler_is_refused() -> None:
-    """An update has no validation metric; the error says what to call instead."""
-    with pytest.raises(
-        ConfigurationError, match=r"ReduceLROnPlateau steps on a validation metric.*\n.*scheduler.step\("
-    ):
-        scheduled(2, ReduceLROnPlateau)
-
-
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    """It would change rates that no update here uses."""
-    other = sgd(trained(MASKED.model()))
-    with pytest.raises(ConfigurationError, match="StepLR schedules an optimizer that was not given"):
-        scheduled(2, lambda _: StepLR(other, 1))

@@ -1,0 +1,240 @@
+"""What cannot work is answered at once, with what was found and what to type; see tests/messages/accumulator.txt."""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+
+from bigbatch import Accumulator, counted
+from bigbatch.errors import BigBatchError, ConfigurationError
+from tests.support.losses import SEVERAL, kept, masked_and_mean, squares
+from tests.support.messages import approve
+from tests.support.reference import sgd, trained
+from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
+from tests.support.training import PLAIN, Training, micro_batches
+
+BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
+TWO_TERMS = Loss(
+    "ce+mse",
+    mlp(),
+    sequences,
+    lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["labels"].flatten()) + F.mse_loss(m(b["x"]), b["value"]),
+)
+COUNTED = Loss(
+    "counted",
+    mlp(),
+    rows,
+    lambda m, b: counted(m(b["x"]).pow(2).mean(), len(b["x"])) + F.cross_entropy(m(b["x"]), b["partly"]),
+)
+SUM_BESIDE_MEANS = Loss("sum+mean", mlp(), sequences, lambda m, b: masked_and_mean(m, b) + m(b["x"]).abs().sum())
+BARE = Loss("sum-s", seeded(Tempered), rows, lambda m, b: squares(m, b).sum() - m.s)
+
+
+def uncertainty(model: Any, batch: Batch) -> Tensor:
+    """Kendall's learned weights over two terms with counts of their own, and the logarithms themselves."""
+    out = model(batch["x"])
+    ce = F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+    return (-model.s).exp() * ce + model.s + 0.5 * (-model.t).exp() * F.mse_loss(out, batch["value"]) + 0.5 * model.t
+
+
+def train(case: Loss, counts: Callable[[Batch], Any] | None = None) -> None:
+    """Train, perhaps with totals that are not those of the losses."""
+    Training(steps=3, case=case, counts=counts).train(case.micro_batches((4, 2, 3)))
+
+
+def pass_over_a_batch() -> None:
+    """Count a batch, and leave its loss out."""
+    case = SEVERAL[0]
+    training = Training(steps=3, case=case, counts=case.counts)
+    batches = case.micro_batches((3, 2, 4))
+    for batch in training.accumulator.over(batches):
+        if batch is not batches[1]:
+            training.backward(batch)
+
+
+def one_factor() -> None:
+    """Two terms with counts of their own under one learned factor."""
+    case = SEVERAL[0]
+    model = nn.ModuleDict({"body": case.model(), "scale": nn.ParameterList([nn.Parameter(torch.ones(()).double())])})
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=case.counts)
+    scale = next(iter(model["scale"].parameters()))
+    for batch in accumulator.over(case.micro_batches((3, 2))):
+        accumulator.backward(scale.exp() * case.loss(model["body"], batch))
+
+
+def nan_mean(out: Tensor, batch: Batch) -> Tensor:
+    """A mean over what is known."""
+    return torch.nanmean((out**2).masked_fill(batch["value"].isnan(), torch.nan))
+
+
+def backward(loss: Callable[[Tensor, Batch], Tensor]) -> None:
+    """Try to accumulate a loss."""
+    model = mlp()()
+    Accumulator(model, sgd(trained(model)), steps=2).backward(loss(model(BATCHES[0]["x"]), BATCHES[0]))
+
+
+def scheduled(make: Callable[[Any], Any]) -> None:
+    """Pass a scheduler."""
+    model = mlp()()
+    optimizer = sgd(trained(model))
+    Accumulator(model, optimizer, steps=2, scheduler=make(optimizer))
+
+
+def paired(model: Any = None, optimizer: Any = None) -> None:
+    """Pass another model or optimizer than a real pair."""
+    real = mlp()()
+    own = sgd(trained(real))
+    Accumulator(real if model is None else model, own if optimizer is None else optimizer(real), steps=2)
+
+
+def set_steps(steps: Any) -> None:
+    """Set steps between windows."""
+    Training(steps=2).accumulator.steps = steps
+
+
+def twice(change: Callable[[Training, Batch], Any]) -> None:
+    """Do something in mid-window, which goes on as it was."""
+    training = Training(steps=2)
+    batches = iter(training.accumulator.over(BATCHES[:3]))
+    batch = next(batches)
+    training.backward(batch)
+    try:
+        change(training, batch)
+    finally:
+        for each in batches:
+            training.backward(each)
+        training.assert_big_batches(BATCHES[:2], BATCHES[2:3])
+
+
+def nest_wrongly() -> None:
+    """Look a window ahead around another accumulator, whose batches would be taken too early."""
+    counting = Training(steps=4, case=PLAIN, counts=lambda batch: batch["value"].numel())
+    counting.accumulator.over(Training(steps=3).accumulator.over(BATCHES))
+
+
+def set_other_steps(training: Training, _: Batch) -> None:
+    """Set steps in mid-window."""
+    training.accumulator.steps = 5
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    **{f"steps {steps!r}": partial(Training, steps) for steps in (0, 4.0, True, "4", math.inf)},
+    "steps set to nothing": lambda: set_steps(None),
+    "steps set in mid-window": lambda: twice(set_other_steps),
+    **{f"clip_norm {norm!r}": partial(Training, 2, clip_norm=norm) for norm in (0, math.nan, "1", True)},
+    **{f"gradient_dtype {d!r}": partial(Training, 2, gradient_dtype=d) for d in (torch.bfloat16, "float32")},
+    "batch_norm": lambda: Training(2, batch_norm=None),
+    "counts": lambda: Training(2, counts=(3, 4)),
+    "scaler": lambda: Training(2, scaler="amp"),
+    "scheduler": lambda: Training(2, scheduler=0.1),
+    "scheduler of a metric": lambda: scheduled(ReduceLROnPlateau),
+    "scheduler of another optimizer": lambda: scheduled(lambda _: StepLR(sgd(trained(mlp()())), 1)),
+    "optimizer of another model": lambda: paired(optimizer=lambda _: SGD(mlp()().parameters(), lr=0.1)),
+    "two optimizers of a parameter": lambda: paired(optimizer=lambda m: [sgd(trained(m)), sgd(trained(m))]),
+    "optimizer class": lambda: paired(optimizer=lambda _: SGD),
+    "no optimizer": lambda: paired(optimizer=lambda _: []),
+    "lbfgs": lambda: paired(optimizer=lambda m: LBFGS(m.parameters())),
+    "model function": lambda: paired(mlp()),
+    "no model": lambda: paired([]),
+    "optimizer first": lambda: Accumulator(sgd(trained(mlp()())), mlp()(), steps=2),  # type: ignore[arg-type]
+    "loader of an int": lambda: Training(steps=2).accumulator.over(5),  # type: ignore[arg-type]
+    "loader of a function": lambda: Training(steps=2).accumulator.over(lambda: BATCHES),  # type: ignore[arg-type]
+    "two losses of a batch": lambda: twice(lambda t, batch: t.backward(batch)),
+    "counts around another": nest_wrongly,
+    "counts outside over": lambda: Training(2, case=TWO_TERMS, counts=len).backward(TWO_TERMS.batch(3, 0)),
+    "counts of changing number": lambda: train(PLAIN, lambda b: (1,) * len(b["x"])),
+    "three counts for two terms": lambda: train(TWO_TERMS, lambda _: (1, 2, 3)),
+    "samples for tokens": lambda: train(TWO_TERMS, lambda b: (len(b["x"]), b["value"].numel())),
+    "samples for elements": lambda: train(TWO_TERMS, lambda b: (kept(b), len(b["x"]))),
+    "another count than counted": lambda: train(COUNTED, lambda b: (4 * len(b["x"]), (b["partly"] != -100).sum())),
+    "a batch passed over": pass_over_a_batch,
+    "a sum beside means": lambda: train(SUM_BESIDE_MEANS),
+    "bare parameters beside several counts": lambda: train(
+        Loss("uncertainty", seeded(Tempered), sequences, uncertainty), lambda b: (kept(b), b["value"].numel())
+    ),
+    "a bare parameter beside a sum": lambda: train(BARE),
+    "one learned factor": one_factor,
+    "nanmean": lambda: backward(nan_mean),
+    "nansum": lambda: backward(lambda o, b: torch.nansum(o - b["value"])),
+    "einsum": lambda: backward(lambda o, b: torch.einsum("bi,bi->", o, b["value"])),
+    "einsum of two": lambda: backward(lambda o, _: torch.einsum("bi,bi->", o, o)),
+    "rmse": lambda: backward(lambda o, b: F.mse_loss(o, b["value"]).sqrt()),
+    "rmse with an epsilon": lambda: backward(lambda o, b: (F.mse_loss(o, b["value"]) + 1e-8).sqrt()),
+    "rmse as a power": lambda: backward(lambda o, b: F.mse_loss(o, b["value"]) ** 0.5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_answered_at_once(name: str) -> None:
+    """Not at the first batch, nor with Python's own words; for this loss, not for losses in general."""
+    with pytest.raises(BigBatchError) as caught:
+        REFUSED[name]()
+    approve("accumulator", name, caught.value)
+    assert isinstance(caught.value, ValueError) is not isinstance(caught.value, RuntimeError)
+
+
+def test_an_argument_that_cannot_work_is_a_value_error() -> None:
+    """So that code that knows nothing of bigbatch may catch it."""
+    assert issubclass(ConfigurationError, ValueError)
+
+
+def known(batch: Batch) -> Tensor:
+    """How many numbers are known."""
+    return (~batch["value"].isnan()).sum()
+
+
+ADVISED: dict[str, tuple[Loss, Callable[[Batch], Any] | None, Callable[[Batch], Any] | None]] = {
+    "nanmean": (Loss("nanmean", mlp(), rows, lambda m, b: nan_mean(m(b["x"]), b), count=lambda b: float(known(b))), known, None),
+    "a sum beside means": (SUM_BESIDE_MEANS, None, lambda b: (kept(b), b["value"].numel(), "sum")),
+    "a bare parameter beside a sum": (
+        Loss("counted", seeded(Tempered), rows, lambda m, b: squares(m, b).sum() - counted(m.s, "once")), None, None
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_what_a_message_advises_is_exact(name: str) -> None:
+    """The line that it prints is."""
+    case, count, counts = ADVISED[name]
+    batches = case.micro_batches((3, 2, 4))
+    if name == "nanmean":
+        for batch in batches:
+            batch["value"][0, :2] = torch.nan
+    training = Training(steps=3, case=case, counts=counts)
+    for batch in training.accumulator.over(batches):
+        training.accumulator.backward(case.loss(training.model, batch), count=count(batch) if count else None)
+    training.assert_big_batches(batches)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "step": lambda o: StepLR(o, 100),
+    "sequential": lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 100)], milestones=[100]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch's own, at the first
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("every", ["micro-batch", "update", "never"])
+def test_a_scheduler_stepped_by_hand_is_warned_of_once(name: str, every: str) -> None:
+    """A call left over from the old loop would run through the schedule too fast; a loaded state is no call."""
+    model = mlp()()
+    optimizer = sgd(trained(model))
+    scheduler = SCHEDULERS[name](optimizer)
+    accumulator = Accumulator(model, optimizer, steps=2, scheduler=scheduler)
+    scheduler.load_state_dict(scheduler.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in accumulator.over(BATCHES):
+            update = accumulator.backward(PLAIN.loss(model, batch))
+            if every == "micro-batch" or (every == "update" and update is not None):
+                scheduler.step()
+    ours = [each for each in caught if "scheduler.step() was called by hand" in str(each.message)]
+    assert [each.filename for each in ours] == ([] if every == "never" else [__file__])
