@@ -125,8 +125,9 @@ def set_other_steps(training: Training, _: Batch) -> None:
     training.accumulator.steps = 5
 
 
+NO_STEPS: tuple[Any, ...] = (0, 4.0, True, "4", math.inf)
 REFUSED: dict[str, Callable[[], Any]] = {
-    **{f"steps {steps!r}": partial(Training, steps) for steps in (0, 4.0, True, "4", math.inf)},
+    **{f"steps {steps!r}": partial(Training, steps) for steps in NO_STEPS},
     "steps set to nothing": lambda: set_steps(None),
     "steps set in mid-window": lambda: twice(set_other_steps),
     **{f"clip_norm {norm!r}": partial(Training, 2, clip_norm=norm) for norm in (0, math.nan, "1", True)},
@@ -192,7 +193,7 @@ def known(batch: Batch) -> Tensor:
 
 
 ADVISED: dict[str, tuple[Loss, Callable[[Batch], Any] | None, Callable[[Batch], Any] | None]] = {
-    "nanmean": (Loss("nanmean", mlp(), rows, lambda m, b: nan_mean(m(b["x"]), b), count=lambda b: float(known(b))), known, None),
+    "nanmean": (Loss("nanmean", mlp(), rows, lambda m, b: nan_mean(m(b["x"]), b)), known, None),
     "a sum beside means": (SUM_BESIDE_MEANS, None, lambda b: (kept(b), b["value"].numel(), "sum")),
     "a bare parameter beside a sum": (
         Loss("counted", seeded(Tempered), rows, lambda m, b: squares(m, b).sum() - counted(m.s, "once")), None, None

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator
-from bigbatch.errors import BatchNormError, LossError, WindowBroken, WindowDisturbed, WindowError
+from bigbatch.errors import BatchNormError, LossError, WindowError
 from tests.support.messages import approve
 from tests.support.ranks import run_on_ranks
-from tests.support.reference import distance
+from tests.support.reference import distance, weights
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -69,11 +69,9 @@ def rmse(net: nn.Module, batch: Batch) -> Tensor:
     return net(batch[0]).pow(2).mean().sqrt()
 
 
-EVEN, SHORT_WINDOW, SHORT_BATCH = [4] * 8, [4] * 6, [4] * 7 + [2]
+EVEN, SHORT_BATCH = [4] * 8, [4] * 7 + [2]
 EXACT: dict[str, tuple[Loss, list[int]]] = {
-    "even": (plain, EVEN),
-    "short last window": (plain, SHORT_WINDOW),
-    "short last micro-batch": (plain, SHORT_BATCH),
+    "short last window": (plain, [4] * 6),
     "class weights": (class_weights, EVEN),
     "masked tokens": (masked, SHORT_BATCH),
     "two loss terms": (two_terms, SHORT_BATCH),
@@ -202,34 +200,38 @@ def test_a_micro_batch_without_targets_adds_nothing() -> None:
 class Started:
     """A window with one micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_backward: bool = False) -> None:
         self.net = model()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.accumulator = Accumulator(self.net, self.optimizer, steps=2)
-        self.accumulator.weigh(self.loss(0)).backward()
+        if by_backward:
+            self.accumulator.backward(self.loss(0))
+        else:
+            self.accumulator.weigh(self.loss(0)).backward()
 
     def loss(self, seed: int) -> Tensor:
         """Return another loss."""
         return masked(self.net, micro_batch(4, seed))
 
 
-def test_every_weighed_loss_needs_its_backward() -> None:
-    """Or its share would be missing."""
-    for then in ("weigh", "settle"):
-        started = Started()
-        started.accumulator.weigh(started.loss(1))
-        with pytest.raises(WindowBroken) as raised:
-            _ = started.accumulator.weigh(started.loss(2)) if then == "weigh" else started.accumulator.settle()
-        approve("window", "no backward after weigh", raised.value)
-        started.accumulator.discard()
+WRONG: dict[str, Callable[[Started], object]] = {
+    "no backward after weigh": lambda s: [s.accumulator.weigh(s.loss(seed)) for seed in (1, 2)],
+    "no backward before settle": lambda s: (s.accumulator.weigh(s.loss(1)), s.accumulator.settle()),
+    "step before settle": lambda s: s.optimizer.step(),
+    "flush after weigh": lambda s: s.accumulator.flush(),
+    "backward after weigh": lambda s: s.accumulator.backward(s.loss(1)),
+    "weigh after backward": lambda s: s.accumulator.weigh(s.loss(1)),
+}
 
 
-def test_a_step_before_settle_is_refused() -> None:
-    """It has taken the provisional sum for the gradient."""
-    started = Started()
-    with pytest.raises(WindowDisturbed) as raised:
-        started.optimizer.step()
-    approve("window", "step before settle", raised.value)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_window_of_weigh_is_not_is_refused(name: str) -> None:
+    """A share would be missing, a step be made with the provisional sum, or the window be of two kinds."""
+    started = Started(by_backward=name == "weigh after backward")
+    with pytest.raises(WindowError) as raised:
+        WRONG[name](started)
+    approve("window", name, raised.value)
+    started.accumulator.discard()
 
 
 def test_a_step_may_run_the_last_backward_in_its_closure() -> None:
@@ -244,34 +246,12 @@ def test_a_step_may_run_the_last_backward_in_its_closure() -> None:
 
     started.optimizer.step(closure)
     started.optimizer.zero_grad()
-    true = truth_of_two()
-    assert distance([p.detach() for p in started.net.parameters()], true) <= 1e-12
-
-
-def truth_of_two() -> list[Tensor]:
-    """Step with the batch of both."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     (x, y), (u, v) = micro_batch(4, 0), micro_batch(4, 1)
     masked(net, (torch.cat([x, u]), torch.cat([y, v]))).backward()
     optimizer.step()
-    return [p.detach() for p in net.parameters()]
-
-
-def test_a_window_is_all_of_one_kind() -> None:
-    """A step of ours, or of the loop."""
-    started = Started()
-    with pytest.raises(WindowError) as raised:
-        started.accumulator.flush()
-    approve("window", "flush after weigh", raised.value)
-    with pytest.raises(WindowError) as raised:
-        started.accumulator.backward(started.loss(1))
-    approve("window", "backward after weigh", raised.value)
-    started.accumulator.discard()
-    started.accumulator.backward(started.loss(0))
-    with pytest.raises(WindowError) as raised:
-        started.accumulator.weigh(started.loss(1))
-    approve("window", "weigh after backward", raised.value)
+    assert distance(weights(started.net), weights(net)) <= 1e-12
 
 
 def test_hooks_see_the_big_batch_before_it_is_handed_over() -> None:

@@ -71,35 +71,26 @@ def test_between_windows_there_is_little_to_save() -> None:
     other.assert_big_batches(BATCHES[:3], BATCHES[3:])
 
 
-def test_a_state_is_a_copy() -> None:
-    """Training on does not change what was saved."""
+def test_a_state_is_a_copy_that_may_be_flushed_or_discarded() -> None:
+    """Training on does not change what was saved; a loaded window ends as any other."""
     training = stopped()
     saved = training.accumulator.state_dict()
     training.backward(BATCHES[2])
-    other = Training(steps=3)
-    other.accumulator.load_state_dict(saved)
-    assert other.accumulator.remaining == 1
-    other.backward(BATCHES[4])
-    other.assert_big_batches([*BATCHES[:2], BATCHES[4]])
-    again = Training(steps=3)
-    again.accumulator.load_state_dict(saved)
-    again.backward(BATCHES[4])
-    again.assert_big_batches([*BATCHES[:2], BATCHES[4]])
-
-
-def test_a_loaded_window_may_be_flushed_or_discarded() -> None:
-    """As any other."""
-    saved = stopped().accumulator.state_dict()
-    flushed, discarded = Training(steps=3), Training(steps=3)
-    flushed.accumulator.load_state_dict(saved)
-    discarded.accumulator.load_state_dict(saved)
-    update = flushed.accumulator.flush()
+    for _ in range(2):
+        flushed, discarded = Training(steps=5), Training(steps=3)
+        for each in (flushed, discarded):
+            each.accumulator.load_state_dict(saved)
+            assert each.accumulator.remaining == 1
+        assert flushed.backward(BATCHES[4]) is not None
+        flushed.assert_big_batches([*BATCHES[:2], BATCHES[4]])
+        discarded.accumulator.discard()
+        discarded.assert_untouched()
+    loaded = Training(steps=3)
+    loaded.accumulator.load_state_dict(saved)
+    update = loaded.accumulator.flush()
     assert update is not None
     assert update.micro_batches == 2
     assert float(update.loss) == pytest.approx(big_batches(MASKED, BATCHES[:2], 2).losses[0], rel=1e-6)
-    flushed.assert_big_batches(BATCHES[:2])
-    discarded.accumulator.discard()
-    discarded.assert_untouched()
 
 
 def test_a_loaded_window_can_be_left_open_again() -> None:
