@@ -1,22 +1,71 @@
-"""What fails between the last backward and the end of an update is named, with what is true of the window then."""
+"""What fails inside a backward, a step or after it: nothing counts twice, no step is made twice, and it is said."""
 
+import copy
+import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor, nn
+from torch.distributed import group
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from bigbatch import Accumulator
-from bigbatch.errors import LossError, WindowBroken
+from bigbatch import Accumulator, BigStep, Options, across
+from bigbatch.distributed.statement import Statement
+from bigbatch.errors import LossError, StateError, WindowBroken
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import Buffers, untouched
+from bigbatch.window.gradients import Gradients
+from bigbatch.window.stepper import Stepper
+from bigbatch.window.window import Window
+from tests.support.bombs import Bomb, Restless, restless_loss, seed
+from tests.support.ranks import run_on_ranks
 from tests.support.reference import distance, sgd, trained, weights
-from tests.support.samples import mlp
-from tests.support.training import PLAIN, Training, micro_batches
+from tests.support.samples import Batch, mlp, rows
+from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
-BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
+BATCHES = micro_batches(case=PLAIN)  # of 3, 1, 4, 2, 5, 1 and 2 samples
+MASKED_BATCHES = micro_batches()
+
+
+class Once:
+    """Fails the first time that it is called, and never again."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException | None = error
+        self.calls = 0
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Fail, or do nothing."""
+        self.calls += 1
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+def before(once: Once, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Fail before a function runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        once()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def after(once: Once, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Fail when a function has run, as Ctrl-C may."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        once()
+        return found
+
+    return run
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -25,7 +74,44 @@ def fail(*_: Any, **__: Any) -> Any:
     raise OSError(message)
 
 
-FAILING: dict[str, tuple[Callable[[Training], Callable[[], object]], str]] = {
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ctrl-c": KeyboardInterrupt,
+    "memory": lambda: torch.OutOfMemoryError("out of memory"),
+    "runtime": lambda: RuntimeError("device-side assert triggered"),
+}
+COUNTING: dict[str, tuple[type, str, Callable[[Once, Callable[..., Any]], Callable[..., Any]]]] = {
+    "before the count": (Gradients, "remember", after),
+    "before the step": (Window, "close", before),
+    "in the step": (Statement, "big_loss", before),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    ("where", "place"), [("before the count", 0), ("before the count", 1), ("before the step", 2), ("in the step", 2)]
+)
+def test_a_failure_after_a_backward_breaks_the_window(
+    where: str, place: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that tries the micro-batch again must not count it twice."""
+    owner, name, around = COUNTING[where]
+    training = Training(steps=3, case=PLAIN)
+    for batch in BATCHES[:place]:
+        training.backward(batch)
+    fault = ERRORS[error]()
+    monkeypatch.setattr(owner, name, around(Once(fault), getattr(owner, name)))
+    with pytest.raises(type(fault)):
+        training.backward(BATCHES[place])
+    calls: list[Callable[[], object]] = [lambda: training.backward(BATCHES[place]), training.accumulator.flush]
+    for call in calls:
+        with pytest.raises(WindowBroken, match=r"(?s)backward.*failed.*accumulator.discard\(\)"):
+            call()
+    training.accumulator.discard()
+    training.train(BATCHES)
+    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
+
+
+NAMED: dict[str, tuple[Callable[[Training], Callable[[], object]], str]] = {
     "hook": (lambda t: t.accumulator.before_step(fail), "a before_step hook {} Nothing was stepped"),
     "step": (
         lambda t: t.optimizer.register_step_pre_hook(fail).remove,
@@ -35,20 +121,20 @@ FAILING: dict[str, tuple[Callable[[Training], Callable[[], object]], str]] = {
 
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=4.0)], ids=["plain", "scaler"])
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", NAMED)
 def test_what_fails_at_the_end_is_named(name: str, scaler: torch.amp.GradScaler | None) -> None:
     """Every call says the same, and dropping the window makes the next one exact."""
-    register, text = FAILING[name]
+    register, text = NAMED[name]
     training = Training(steps=2, scaler=scaler)
     remove = register(training)
-    training.backward(BATCHES[0])
+    training.backward(MASKED_BATCHES[0])
     with pytest.raises(OSError, match="no space"):
-        training.backward(BATCHES[1])
+        training.backward(MASKED_BATCHES[1])
     calls: list[Callable[[], object]] = [
-        lambda: training.backward(BATCHES[0]),
+        lambda: training.backward(MASKED_BATCHES[0]),
         training.accumulator.flush,
         training.accumulator.state_dict,
-        lambda: training.accumulator.over(BATCHES),
+        lambda: training.accumulator.over(MASKED_BATCHES),
     ]
     told = re.escape(text.format("failed with OSError: no space left on device."))
     for call in calls:
@@ -58,31 +144,27 @@ def test_what_fails_at_the_end_is_named(name: str, scaler: torch.amp.GradScaler 
     training.accumulator.discard()
     training.assert_untouched()
     remove()
-    training.train(BATCHES[:4])
-    training.assert_big_batches(BATCHES[:2], BATCHES[2:4])
+    training.train(MASKED_BATCHES[:4])
+    training.assert_big_batches(MASKED_BATCHES[:2], MASKED_BATCHES[2:4])
 
 
-def test_a_step_that_fails_after_another_has_stepped() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["second optimizer", "scheduler"])
+def test_a_step_that_fails_after_another_has_stepped(late: bool) -> None:
     """The first optimizer's parameters are changed, and the error says so; nor does it say so of a scheduler."""
     model = mlp()()
-    first, second = trained(model)[:2], trained(model)[2:]
     before = weights(model)
-    optimizers = [sgd(first), torch.optim.AdamW(second)]
-    accumulator = Accumulator(model, optimizers, steps=1)
-    hook = optimizers[1].register_step_pre_hook(fail)
+    optimizers = [sgd(trained(model)[:2]), torch.optim.AdamW(trained(model)[2:])]
+    scheduler = LambdaLR(optimizers[0], lambda step: 1.0 if step == 0 else fail()) if late else None
+    accumulator = Accumulator(model, optimizers, steps=1, scheduler=scheduler)
+    if not late:
+        optimizers[1].register_step_pre_hook(fail)
     with pytest.raises(OSError, match="no space"):
         accumulator.backward(PLAIN.loss(model, BATCHES[0]))
-    with pytest.raises(WindowBroken, match="may have changed some parameters"):
+    told = "The optimizer has stepped; a scheduler has not" if late else "may have changed some parameters"
+    with pytest.raises(WindowBroken, match=told):
         accumulator.flush()
     assert distance(weights(model)[:2], before[:2]) > 0
     accumulator.discard()
-    hook.remove()
-    scheduler = LambdaLR(optimizers[0], lambda step: 1.0 if step == 0 else fail())
-    accumulator = Accumulator(model, optimizers, steps=1, scheduler=scheduler)
-    with pytest.raises(OSError, match="no space"):
-        accumulator.backward(PLAIN.loss(model, BATCHES[0]))
-    with pytest.raises(WindowBroken, match="The optimizer has stepped; a scheduler has not"):
-        accumulator.flush()
 
 
 # Losses that reach nothing.
@@ -90,38 +172,200 @@ def test_a_step_that_fails_after_another_has_stepped() -> None:
 
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_loss_that_reaches_no_parameter_is_refused(place: int) -> None:
-    """At a window's first micro-batch; everything is as before."""
-    training = Training(steps=2, case=PLAIN)
+    """At a window's first backward, also after a micro-batch that counted nothing; everything is as before."""
+    training = Training(steps=2)
     other = nn.Linear(3, 1).double()
-    for batch in BATCHES[:place]:
+    for batch in MASKED_BATCHES[:place]:
         training.backward(batch)
-    with pytest.raises(
-        LossError,
-        match=r"this loss reaches none of the optimizer's 4 parameters: nothing was added(.|\n)*detach",
-    ):
+    with pytest.raises(LossError, match=r"(?s)reaches none of the optimizer's 4 parameters: nothing was added.*detach"):
         training.accumulator.backward(other(BATCHES[place]["x"]).pow(2).mean())
     assert training.accumulator.remaining == 2
     assert all(p.grad is None for p in [*other.parameters(), *training.model.parameters()])
-    training.train(BATCHES[place:])
-    training.assert_big_batches(*(BATCHES[start : start + 2] for start in range(0, len(BATCHES), 2)))
-
-
-def test_a_loss_that_reaches_no_parameter_after_one_that_counted_nothing() -> None:
-    """The first backward counts, not the first micro-batch."""
-    model = mlp()()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
-    other = mlp()()
-    ignored = torch.full_like(BATCHES[0]["label"], -100)
-    accumulator.backward(F.cross_entropy(model(BATCHES[0]["x"]), ignored))
+    training.train(MASKED_BATCHES[place:])
+    training.assert_big_batches(*(MASKED_BATCHES[start : start + 2] for start in range(0, 7, 2)))
+    nothing = {**MASKED_BATCHES[0], "partly": torch.full_like(MASKED_BATCHES[0]["partly"], -100)}
+    training.backward(nothing)
     with pytest.raises(LossError, match="reaches none"):
-        accumulator.backward(F.cross_entropy(other(BATCHES[1]["x"]), BATCHES[1]["label"]))
-    assert accumulator.remaining == 2
+        training.accumulator.backward(MASKED.loss(mlp()(), MASKED_BATCHES[1]))
+    assert training.accumulator.remaining == 1
 
 
-def test_a_loss_that_reaches_one_parameter_is_fine() -> None:
-    """The others may come later, or never."""
-    model: Any = mlp()()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=1)
-    update = accumulator.backward(F.mse_loss(model[2](torch.zeros(2, 5, dtype=torch.float64)), BATCHES[3]["value"]))
-    assert update is not None
-    assert not update.skipped
+# Steps.
+
+
+def coupled(model: Any, batch: Batch) -> Tensor:
+    """Contrasts each sample with all."""
+    found = F.normalize(model(batch["x"]), dim=1)
+    return F.cross_entropy(found @ across.gather(found).T, across.offset() + torch.arange(len(found)))
+
+
+def normed() -> nn.Module:
+    """A model with BatchNorm: micro-batches run side by side."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+MODES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Tensor], Options]] = {
+    "plain": (mlp(), PLAIN.loss, Options()),
+    "coupled": (mlp(), coupled, Options()),
+    "recomputed": (mlp(), coupled, Options(activations="recompute")),
+    "norms": (normed, lambda m, b: m(b["x"]).square().mean(), Options()),
+}
+STEPPING: dict[str, Callable[[Any, Any, Once, pytest.MonkeyPatch], object]] = {
+    "scheduler": lambda _, s, once, patch: patch.setattr(s, "step", before(once, s.step)),
+    "pre-hook": lambda o, _, once, __: o.register_step_pre_hook(once),
+    "post-hook": lambda o, _, once, __: o.register_step_post_hook(once),
+    "end of the step": lambda _, __, once, patch: patch.setattr(Stepper, "step", after(once, Stepper.step)),
+    "end of the window": lambda _, __, once, patch: patch.setattr(Window, "close", after(once, Window.close)),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "where", "error"),
+    [(m, w, list(ERRORS)[(i + j) % 3]) for i, m in enumerate(MODES) for j, w in enumerate(STEPPING)],
+)
+def test_a_step_that_has_begun_is_never_made_again(
+    mode: str, where: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any mode, whatever fails; the error says that the step had begun, and buffers stay as it left them."""
+    make, loss, options = MODES[mode]
+    model, twin = make(), make()
+    optimizer = sgd(trained(model))
+    scheduler = StepLR(optimizer, 1)
+    step = BigStep(model, optimizer, loss, micro_batch_size=4, scheduler=scheduler, options=options)
+    BigStep(twin, sgd(trained(twin)), loss, micro_batch_size=4, options=options)(rows(10, 0))
+    fault = ERRORS[error]()
+    once, steps = Once(fault), list[int]()
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    STEPPING[where](optimizer, scheduler, once, monkeypatch)
+    with pytest.raises((type(fault), RuntimeError)) as caught:  # out of memory is told as ours
+        step(rows(10, 0))
+    assert len(steps) == 1
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "step" in told
+    assert "may have changed" in told or "has stepped" in told or "was made" in told
+    if where != "pre-hook":
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    step(rows(10, 1))
+    assert len(steps) == 2
+
+
+@pytest.mark.parametrize("where", ["end of the step", "end of the window"])
+def test_ctrl_c_after_the_step_leaves_the_window_broken_or_closed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are after the step: going on must not make it again, nor add to it."""
+    training = Training(steps=2, case=PLAIN)
+    STEPPING[where](None, None, Once(KeyboardInterrupt()), monkeypatch)
+    training.backward(BATCHES[0])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        training.backward(BATCHES[1])
+    assert "has stepped" in "".join(getattr(caught.value, "__notes__", ["has stepped"]))
+    training.assert_big_batches(BATCHES[:2])
+    if where == "end of the step":
+        with pytest.raises(WindowBroken, match="was made"):
+            training.accumulator.flush()
+        training.accumulator.discard()
+    assert training.accumulator.remaining == 2
+    assert training.accumulator.flush() is None
+    training.train(BATCHES[2:6])
+    training.assert_big_batches(BATCHES[:2], BATCHES[2:4], BATCHES[4:6])
+
+
+def absent(rank: int) -> bool:
+    """Take part without samples, with a hook that fails; returns whether gradients are left."""
+    model = mlp()()
+    step = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=2, options=Options(group=group.WORLD))
+    step.before_step(Once(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        step(None if rank else PLAIN.batch(4, 0))
+    return any(p.grad is not None for p in model.parameters())
+
+
+def test_a_rank_without_samples_keeps_no_gradient_of_a_step_that_failed() -> None:
+    """Nor does one with samples."""
+    assert run_on_ranks(2, absent) == [False, False]
+
+
+# What a failed attempt has changed.
+
+
+@pytest.mark.parametrize("which", ["buffers", "randomness"])
+@pytest.mark.parametrize("during", ["micro-batch", "count"])
+def test_what_cannot_be_restored_is_raised(which: str, during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, and again while its traces are removed: another try would start from other numbers."""
+    seed()
+    model = Restless(Bomb())
+    step = BigStep(model, sgd(trained(model)), restless_loss, micro_batch_size=4)
+    for number in range(2):  # samples are compared in both
+        step(rows(8, number))
+    calls: list[str] = []
+    for owner, name in ((Buffers, "buffers"), (Randomness, "randomness")):
+        fault = Once(torch.OutOfMemoryError("out of memory")) if name == which else lambda: None
+        monkeypatch.setattr(owner, "restore", noted(calls, name, fault, owner.restore))
+    if during == "count":
+        with pytest.raises(WindowBroken, match="could not be restored"), untouched([model]):
+            raise MemoryError
+    else:
+        step.before_step(Once(torch.OutOfMemoryError("out of memory")))
+        with pytest.raises(WindowBroken, match=r"(?s)could not be restored.*checkpoint"):
+            step(rows(8, 0))
+    assert set(calls) == {"buffers", "randomness"}
+
+
+def noted(calls: list[str], name: str, fault: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Note a call, and fail perhaps."""
+
+    def run(*args: Any) -> Any:
+        calls.append(name)
+        fault()
+        return function(*args)
+
+    return run
+
+
+def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What restores takes memory, too."""
+    alive: list[bool] = []
+    held: list[Any] = []
+
+    class Held:
+        """Stands for activations."""
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        if len(batch["x"]) > 2:
+            activations = Held()
+            held.append(weakref.ref(activations))
+            message = "out of memory"
+            raise torch.OutOfMemoryError(message)
+        return PLAIN.loss(model, batch)
+
+    restore = Buffers.restore
+
+    def noting(self: Buffers) -> None:
+        alive.extend(each() is not None for each in held)
+        restore(self)
+
+    monkeypatch.setattr(Buffers, "restore", noting)
+    model = mlp()()
+    BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=4, options=Options(check=False))(rows(8, 0))
+    assert alive
+    assert not any(alive)
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
+@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
+def test_a_copy_is_refused(entrance: str, how: Callable[[Any], Any]) -> None:
+    """It would watch the optimizer of the first, and report updates as skipped."""
+    model = mlp()()
+    optimizer = sgd(trained(model))
+    found = (
+        Accumulator(model, optimizer, steps=2)
+        if entrance == "Accumulator"
+        else BigStep(model, optimizer, PLAIN.loss, micro_batch_size=2)
+    )
+    with pytest.raises(StateError, match=r"(?s)cannot be copied or pickled.*state_dict\(\)"):
+        how((model, optimizer, found) if how is not copy.copy else found)
