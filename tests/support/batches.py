@@ -157,22 +157,12 @@ def _unnested(made: Any) -> Batch:
     return {**first, **dict(zip(names.split()[len(first) :], rest["deep"], strict=True))}
 
 
-def _listed(batch: Batch) -> Any:
-    return [" ".join(batch), *batch.values()]
-
-
-def _unlisted(made: Any) -> Batch:
-    names, *tensors = made
-    return dict(zip(names.split(), tensors, strict=True))
-
-
 def _pairs(batch: Batch) -> tuple[tuple[str, Tensor], ...]:
     return tuple(batch.items())
 
 
 STRUCTURES = [
     Structure("dict", dict, dict, dict),
-    Structure("ordered-dict", OrderedDict, dict, OrderedDict),
     Structure("default-dict", lambda batch: defaultdict(list, batch), dict, defaultdict),
     Structure("user-dict", UserDict, dict, UserDict),
     Structure("proxy", MappingProxyType, dict),
@@ -180,10 +170,8 @@ STRUCTURES = [
     Structure("batch-encoding", BatchEncoding, dict, BatchEncoding),
     Structure("model-output", ModelOutput, dict, ModelOutput),
     Structure("pairs", _pairs, dict, tuple),
-    Structure("lists", _listed, _unlisted, list),
     Structure("named-tuple", _named_tuple, _by_name),
     Structure("dataclass", _dataclass(), _by_name),
-    Structure("dataclass-frozen", _dataclass(frozen=True), _by_name),
     Structure("dataclass-frozen-slots", _dataclass(frozen=True, slots=True), _by_name),
     Structure("dataclass-keywords", _dataclass(kw_only=True), _by_name),
     Structure("dataclass-picky", Picky, _twins, Picky),

@@ -67,7 +67,7 @@ def first_half(name: str) -> dict[str, Any]:
         training.backward(batch)
         if place == STOP:
             break
-    scaler = training.accumulator._stepper.scaler
+    scaler = training.scaler
     return {
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
@@ -82,7 +82,7 @@ def second_half(name: str, saved: dict[str, Any]) -> Training:
     training.model.load_state_dict(saved["model"])
     training.optimizer.load_state_dict(saved["optimizer"])
     training.accumulator.load_state_dict(saved["accumulator"])
-    scaler = training.accumulator._stepper.scaler
+    scaler = training.scaler
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
     training.train(TRAININGS[name].batches[STOP:])

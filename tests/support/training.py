@@ -40,6 +40,7 @@ class Training:
         self, steps: int, *, case: Loss = MASKED, optimizer: OptimizerFactory = sgd, model: Any = None, **options: Any
     ) -> None:
         self.case, self._factory, self._clip_norm = case, optimizer, options.get("clip_norm")
+        self.scaler: torch.amp.GradScaler | None = options.get("scaler")
         self.model: nn.Module = case.model() if model is None else model
         self.optimizer = optimizer(trained(self.model))
         self.accumulator = Accumulator(self.model, self.optimizer, steps=steps, **options)

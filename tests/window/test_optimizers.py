@@ -1,6 +1,7 @@
 """Optimizers and the parameters they hold: fused, grouped, frozen, unused, tied, sparse."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from bigbatch import Accumulator
 from tests.support.losses import MODELS, l2
-from tests.support.reference import distance, state, weights
-from tests.support.samples import CLASSES, Batch, join, mlp, rows, seeded, sequences
+from tests.support.reference import accumulated, assert_equal, big_batches, distance, state, weights
+from tests.support.samples import CLASSES, Batch, Loss, join, mlp, rows, seeded, sequences
 from tests.support.training import Training, micro_batches
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
@@ -63,11 +64,6 @@ FUSED: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def single(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The model in float32."""
-    return lambda: make().float()
-
-
 def masked_single(model: Any, batch: Batch) -> Tensor:
     """The loss of a float32 model."""
     return F.cross_entropy(model(batch["x"].float()), batch["partly"])
@@ -84,7 +80,9 @@ def test_a_fused_optimizer_in_float32(name: str, clip_norm: float | None) -> Non
         optimizer.register_step_pre_hook(lambda o, _args, _kwargs: handed.append("grad_scale" in vars(o)))
         return [optimizer]
 
-    _, (optimizer,) = assert_exact(single(mlp()), watched, masked_single, BATCHES, clip_norm=clip_norm, tolerance=2e-6)
+    _, (optimizer,) = assert_exact(
+        lambda: mlp()().float(), watched, masked_single, BATCHES, clip_norm=clip_norm, tolerance=2e-6
+    )
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
     assert any(handed)
     assert not all(handed)  # the twin's never is
@@ -96,40 +94,34 @@ def test_a_fused_optimizer_beside_a_plain_one() -> None:
     def both(model: Any) -> list[Optimizer]:
         return [AdamW(model[0].parameters(), lr=0.01, fused=True), SGD(model[2].parameters(), lr=0.1, foreach=False)]
 
-    assert_exact(single(mlp()), both, masked_single, BATCHES, clip_norm=0.05, tolerance=2e-6)
+    assert_exact(lambda: mlp()().float(), both, masked_single, BATCHES, clip_norm=0.05, tolerance=2e-6)
 
 
 # Parameters.
 
 
-def test_frozen_parameters_stay() -> None:
-    """Also where the optimizer holds them: no step, no decay, no state."""
+def half_frozen() -> nn.Module:
+    """A model whose body is frozen, though the optimizer holds it."""
+    model = nn.ModuleDict({"used": mlp()(), "kept": mlp()()})
+    model["kept"].requires_grad_(requires_grad=False)
+    return model
 
-    def frozen() -> nn.Module:
-        model = mlp()()
-        model[0].requires_grad_(requires_grad=False)  # type: ignore[index]  # nn.Sequential
-        return model
 
+def half_used() -> nn.Module:
+    """A model half of which no loss reaches."""
+    return nn.ModuleDict({"used": mlp()(), "kept": mlp()()})
+
+
+@pytest.mark.parametrize("make", [half_frozen, half_used])
+def test_frozen_and_unused_parameters_stay(make: Callable[[], nn.Module]) -> None:
+    """They have no gradient, not one of zeros: no step, no decay, no state."""
     model, (optimizer,) = assert_exact(
-        frozen, lambda m: [AdamW(m.parameters(), lr=0.01, weight_decay=0.5)], masked, BATCHES
-    )
-    assert torch.equal(model[0].weight, frozen()[0].weight)  # type: ignore[index]
-    assert not optimizer.state[model[0].weight]
-
-
-def test_unused_parameters_stay() -> None:
-    """A layer that no loss reached has no gradient, not one of zeros: weight decay leaves it alone."""
-
-    def forked() -> nn.Module:
-        return nn.ModuleDict({"used": mlp()(), "unused": mlp()()})
-
-    model, (optimizer,) = assert_exact(
-        forked,
+        make,
         lambda m: [AdamW(m.parameters(), lr=0.01, weight_decay=0.5, eps=1e-3)],
         lambda m, b: masked(m["used"], b),
         BATCHES,
     )
-    for p, before in zip(model["unused"].parameters(), mlp()().parameters(), strict=True):
+    for p, before in zip(model["kept"].parameters(), mlp()().parameters(), strict=True):
         assert torch.equal(p, before)
         assert not optimizer.state[p]
 
@@ -184,24 +176,9 @@ def classify(model: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_sparse_gradients_are_those_of_a_dense_embedding(clip_norm: float | None) -> None:
     """Rows that occur twice, in one micro-batch and in several; clipped over their values."""
-    model, twin = seeded(lambda: Bag(sparse=True))(), seeded(lambda: Bag(sparse=False))()
-    ours, theirs = SGD(model.parameters(), lr=0.5), SGD(twin.parameters(), lr=0.5)
-    accumulator = Accumulator(model, ours, steps=2, clip_norm=clip_norm)
-    norms = []
-    for batch in accumulator.over(TOKENS):
-        update = accumulator.backward(classify(model, batch))
-        if update is None:
-            assert model.embedding.weight.grad.is_sparse  # type: ignore[union-attr]
-        elif update.grad_norm is not None:
-            norms.append(float(update.grad_norm))
-    true = []
-    for window in (TOKENS[:2], TOKENS[2:4], TOKENS[4:]):
-        theirs.zero_grad()
-        classify(twin, join(window)).backward()
-        true.append(float(clip_grad_norm_(twin.parameters(), clip_norm or float("inf"))))
-        theirs.step()
-    assert distance(weights(model), weights(twin)) <= 1e-12
-    assert norms == pytest.approx(true if clip_norm else [], rel=1e-12)
+    case = Loss("bag", seeded(partial(Bag, sparse=True)), sequences, classify)
+    ours = accumulated(case, TOKENS, 2, clip_norm=clip_norm)
+    assert_equal(ours, big_batches(case, TOKENS, 2, model=seeded(partial(Bag, sparse=False))(), clip_norm=clip_norm))
 
 
 def test_sparse_adam_beside_adamw() -> None:

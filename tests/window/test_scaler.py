@@ -44,9 +44,8 @@ def test_a_scaled_window_is_the_big_batch(case: Loss, clip_norm: float | None) -
 
 
 def test_the_scaler_is_called_once_per_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One unscale, one step and one update for each of three windows; never per micro-batch."""
-    used = scaler()
-    calls: Counter[str] = Counter()
+    """One unscale, one step and one update for each of three windows: `growth_interval=2` is two updates."""
+    used, calls = scaler(growth_interval=2), Counter[str]()
 
     def counting(name: str) -> Callable[..., Any]:
         method = getattr(used, name)
@@ -59,17 +58,11 @@ def test_the_scaler_is_called_once_per_window(monkeypatch: pytest.MonkeyPatch) -
 
     for name in ("unscale_", "step", "update"):
         monkeypatch.setattr(used, name, counting(name))
-    Training(steps=3, scaler=used).train(BATCHES)
-    assert calls == {"unscale_": 3, "step": 3, "update": 3}
-
-
-def test_the_scale_grows_by_updates() -> None:
-    """`growth_interval=2` is two updates, not two micro-batches."""
-    used = scaler(growth_interval=2)
     training = Training(steps=3, scaler=used)
     epoch = training.accumulator.over(BATCHES)
     scales = [used.get_scale() for batch in epoch if training.backward(batch) is not None]
     assert scales == [SCALE, 2 * SCALE, 2 * SCALE]
+    assert calls == {"unscale_": 3, "step": 3, "update": 3}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -89,53 +87,41 @@ def test_clipping_happens_once_per_window() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_the_hook_sees_the_big_batchs_gradient(clip_norm: float | None) -> None:
-    """Corrected, and not clipped yet; once per window."""
+    """Corrected, and not clipped yet; once per window, and not for a window of nothing."""
     training = Training(steps=7, clip_norm=clip_norm)
     seen: list[list[Tensor]] = []
     training.accumulator.before_step(
         lambda: seen.append([p.grad.clone() for p in trained(training.model) if p.grad is not None])
     )
     one_window(training, BATCHES)
+    training.assert_big_batches(BATCHES)
+    (nothing,) = micro_batches((2,))
+    nothing["partly"].fill_(-100)
+    assert one_window(training, [nothing]).skipped
     assert len(seen) == 1
     assert distance(seen[0], big_gradient(BATCHES)) <= 1e-12
-    training.assert_big_batches(BATCHES)
 
 
 def test_the_hook_may_change_the_gradient() -> None:
-    """What it leaves is what is clipped and stepped with, and what the norm is of."""
+    """What it leaves is what is clipped and stepped with, and what the norm is of; so is a new tensor, or none."""
     training = Training(steps=7, clip_norm=1.0)
+    first, second, *others = trained(training.model)
 
-    def add_one() -> None:
-        for p in trained(training.model):
+    def change() -> None:
+        first.grad, second.grad = torch.ones_like(first), None
+        for p in others:
             assert p.grad is not None
             p.grad.add_(1.0)
 
-    training.accumulator.before_step(add_one)
+    training.accumulator.before_step(change)
     update = one_window(training, BATCHES)
-    gradient = [g + 1 for g in big_gradient(BATCHES)]
+    gradient = [torch.ones_like(first), torch.zeros_like(second), *(g + 1 for g in big_gradient(BATCHES)[2:])]
     norm = torch.cat([g.flatten() for g in gradient]).norm()
     assert update.grad_norm is not None
     assert float(update.grad_norm) == pytest.approx(float(norm), rel=1e-12)
     expected = [w - 0.5 * g / norm for w, g in zip(weights(MASKED.model()), gradient, strict=True)]
     assert distance(training.weights, expected) <= 1e-6  # torch's own 1e-6 in the clip coefficient
     assert norm > 1
-
-
-def test_the_hook_may_replace_the_gradient() -> None:
-    """A new tensor in `.grad`, or none, is taken as it is."""
-    training = Training(steps=7)
-    first, *others = trained(training.model)
-
-    def replace() -> None:
-        first.grad = torch.ones_like(first)
-        for p in others:
-            p.grad = None
-
-    training.accumulator.before_step(replace)
-    one_window(training, BATCHES)
-    before = weights(MASKED.model())
-    assert torch.equal(training.weights[0], before[0] - 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(training.weights[1:], before[1:], strict=True))
 
 
 def test_hooks_run_in_order_and_can_be_removed() -> None:
@@ -151,50 +137,25 @@ def test_hooks_run_in_order_and_can_be_removed() -> None:
     assert calls == ["first", "second", "second"]
 
 
-def test_the_hook_is_not_called_for_a_window_of_nothing() -> None:
-    """No gradient, no hook."""
-    training = Training(steps=1)
-    training.accumulator.before_step(lambda: pytest.fail("called"))
-    (batch,) = micro_batches((2,))
-    batch["partly"].fill_(-100)
-    assert one_window(training, [batch]).skipped
-
-
 # Schedulers.
 
 
-def scheduled(steps: int, make: Callable[[Any], Any]) -> tuple[Training, Any]:
-    """A training with a scheduler on its optimizer."""
-    model = MASKED.model()
-    optimizer = sgd(trained(model))
-    scheduler = make(optimizer)
-    training = Training(steps, model=model)
-    training.optimizer = optimizer
-    training.accumulator = Accumulator(model, optimizer, steps=steps, scheduler=scheduler)
-    return training, scheduler
-
-
-def test_the_scheduler_steps_once_per_update() -> None:
-    """Three updates, three steps, each after its update; the rates are the big batch's."""
-    training, scheduler = scheduled(3, lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
-    training.train(BATCHES)
-    assert scheduler.get_last_lr() == [0.5 * 0.5**3]
-    twin = MASKED.model()
-    optimizer = sgd(trained(twin))
-    by_hand = StepLR(optimizer, 1, gamma=0.5)
+def test_schedulers_step_once_per_update() -> None:
+    """Three updates, three steps of each, after its update; the rates are the big batch's."""
+    models, twins = ([MASKED.model(), MASKED.model()] for _ in range(2))
+    ours, theirs = ([sgd(trained(model)) for model in each] for each in (models, twins))
+    schedulers, by_hand = (
+        [StepLR(optimizer, 1, gamma=gamma) for optimizer, gamma in zip(each, (0.5, 0.1), strict=True)]
+        for each in (ours, theirs)
+    )
+    accumulator = Accumulator(models, ours, steps=3, scheduler=schedulers)
+    for batch in accumulator.over(BATCHES):
+        accumulator.backward(MASKED.loss(models[0], batch) + MASKED.loss(models[1], batch))
     for window in (BATCHES[:3], BATCHES[3:6], BATCHES[6:]):
-        optimizer.zero_grad()
-        MASKED.loss(twin, MASKED.join(window)).backward()
-        optimizer.step()
-        by_hand.step()
-    assert distance(training.weights, weights(twin)) <= 1e-12
-
-
-def test_several_schedulers() -> None:
-    """One per optimizer, each stepped once."""
-    models = [MASKED.model(), MASKED.model()]
-    optimizers = [sgd(trained(model)) for model in models]
-    schedulers = [StepLR(optimizer, 1, gamma=gamma) for optimizer, gamma in zip(optimizers, (0.5, 0.1), strict=True)]
-    accumulator = Accumulator(models, optimizers, steps=1, scheduler=schedulers)
-    accumulator.backward(MASKED.loss(models[0], BATCHES[0]) + MASKED.loss(models[1], BATCHES[0]))
-    assert [scheduler.get_last_lr() for scheduler in schedulers] == [[0.25], [0.05]]
+        for model, optimizer, scheduler in zip(twins, theirs, by_hand, strict=True):
+            optimizer.zero_grad()
+            MASKED.loss(model, MASKED.join(window)).backward()
+            optimizer.step()
+            scheduler.step()
+    assert [scheduler.get_last_lr() for scheduler in schedulers] == [each.get_last_lr() for each in by_hand]
+    assert all(distance(weights(a), weights(b)) <= 1e-12 for a, b in zip(models, twins, strict=True))
