@@ -295,22 +295,22 @@ WRONG: dict[str, tuple[Case, str, str]] = {
         Case(loss=defects.masked), "wrong-count", "in proportion to (batch[1] != 0).sum()"
     ),
     "the root of a mean": (Case(loss=defects.root), LOSS, ""),
-    "the root of a mean in a loop": (Case(loss=defects.root, loop=by_samples), LOSS, "change with the model's own"),
+    "the root of a mean in a loop": (Case(loss=defects.root, loop=by_samples), LOSS, "changes with the model's own"),
     "a wrong use of across": (Case(loss=without_offset, batch=twelve), LOSS, ""),
     "normalized advantages": (Case(loss=normalized_advantages), LOSS, ""),
-    "a regularizer in a told sum": (Case(loss=told_sum), ALONE, "3 times per window; it should be added 1 times"),
+    "a regularizer in a told sum": (Case(loss=told_sum), ALONE, "3 times per window, instead of 1"),
     "a head that some do not use": (Case(loss=defects.sometimes, model=WithAux), COUNT, "several terms"),
     "a mean over nothing": (
         Case(loss=defects.masked, batch=some_empty),
         COUNT,
-        "micro-batch 2 of 3 has no finite gradient by itself: a mean over nothing is no number",
+        "micro-batch 2 of 3 has no finite gradient: a mean over nothing is no number",
     ),
     "one that counts nothing": (
         Case(loss=ignoring, batch=partial(some_empty, 12), loop=defects.textbook),
         "wrong-count",
         "0.429 : 0 : 0.571, in proportion to (batch[1] != 0).sum()",
     ),
-    "terms of all parameters": (Case(loss=two_terms, loop=by_samples), COUNT, "Weighting each term by its own count"),
+    "terms of all parameters": (Case(loss=two_terms, loop=by_samples), COUNT, "Weighting each by its own count"),
     "a clamp in a hook": (Case(model=hooked(clamp), loss=squared, batch=in_float64), BACKWARD, "is not linear"),
     "a clamp after accumulation": (
         Case(model=hooked(clamp_after, after=True), loss=squared, batch=in_float64), BACKWARD, ""
@@ -319,7 +319,7 @@ WRONG: dict[str, tuple[Case, str, str]] = {
     "not divided": (Case(loop=defects.undivided, batch=twelve), "wrong-scale", "it was not divided"),
     "divided twice": (Case(loop=defects.divided_twice, batch=twelve), "wrong-scale", "once too often"),
     "a loss scale": (Case(loop=weighed(lambda n: 65536 / n), batch=twelve), "wrong-scale", "6.554e+04"),
-    "uphill": (Case(loop=weighed(lambda n: -1 / n), batch=twelve), "wrong-scale", "sign is turned"),
+    "uphill": (Case(loop=weighed(lambda n: -1 / n), batch=twelve), "wrong-scale", "is -1 times"),
     "a regularizer each time": (
         Case(loss=defects.with_penalty, loop=given(defects.penalty_each_time)), ALONE, "3 times per window"
     ),
@@ -347,7 +347,7 @@ WRONG: dict[str, tuple[Case, str, str]] = {
         "unknown",
         "In float32 the gradient is off by 0.3, where the big batch's rounding is",
     ),
-    "what no experiment explains": (Case(loop=changed(torch.sin)), "unknown", "whatever is turned off"),
+    "what no experiment explains": (Case(loop=changed(torch.sin)), "unknown", "with all that is known turned off"),
     "that beside dropout": (Case(layers(dropout), loop=changed(torch.sin)), "randomness@1, unknown", ""),
     "a mistake where float64 fails": (
         Case(layers(lambda: defects.Applied(narrow)), loop=defects.textbook), "wrong-count", ""

@@ -112,24 +112,17 @@ def _verification(runner: Runner, samples: int, *, wide: bool) -> Verification:
     """Compare, find the causes, and say what else a reader should know; `samples` are those of the whole batch."""
     notes, dtype = runner.notes, name_of(runner.model.dtype)
     if not wide:
-        notes.append(
-            f"Not even two samples fit into memory in float64, so it was judged in {dtype} alone, where small mistakes "
-            "may hide in rounding."
-        )
+        notes.append(f"Not even two samples fit into memory in float64, so it was judged in {dtype} alone.")
     if runner.batch.size < samples:
-        notes.append(
-            f"The whole batch of {samples:,} did not fit into memory: the first {runner.batch.size:,} samples were "
-            f"compared, in micro-batches of {runner.size:,}."
-        )
+        text = f"The whole batch of {samples:,} did not fit into memory: the first {runner.batch.size:,} samples were "
+        notes.append(f"{text}compared, in micro-batches of {runner.size:,}.")
     compared = compare(runner, wide=wide)
     causes = Diagnosis(runner, compared).causes()
     exact = all(each.exact for each in compared.differences) and not causes and runner.refused is None
     counts = (counts for name, counts in count_all(runner).items() if not name.endswith("!= 0).sum()"))  # 0: a class?
     if exact and runner.is_loop and all(len(set(each)) == 1 for each in counts):
-        notes.append(
-            f"All {len(runner.sizes):,} micro-batches count the same, which hides a loop that weights them wrong. Take "
-            "a micro_batch_size that does not divide the batch as well."
-        )
+        text = f"All {len(runner.sizes):,} micro-batches count the same, which hides a loop that weights them wrong. "
+        notes.append(f"{text}Take a micro_batch_size that does not divide the batch as well.")
     return Verification(
         exact=exact,
         differences=compared.differences,

@@ -1,7 +1,7 @@
 """Compares a window's gradients with the big batch's, for each parameter, and measures how much of it is rounding."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,35 +44,24 @@ def compare(runner: Runner, *, wide: bool) -> Compared:
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, BigBatchError):
                 raise
-            runner.notes.append(
-                f"This does not run in float64 ({type(error).__name__}: {first_line(error)}), so it was judged in "
-                f"{name_of(runner.model.dtype)} alone, where small mistakes may hide in rounding."
-            )
+            said = f"This does not run in float64 ({type(error).__name__}: {first_line(error)})"
+            runner.notes.append(f"{said}, so it was judged in {name_of(runner.model.dtype)} alone.")
             let_go(error)
             runner.dtype = None
     tolerance, gap = _measured_rounding(runner, truth), Comparison(window.gradients, truth.gradients)
-    in_own = (relative(each.gradients, truth.gradients) for each in (own, own_whole))
-    return Compared(window, truth, gap, tolerance, _judged(runner, tolerance, gap.differences, *in_own))
-
-
-def _judged(
-    runner: Runner,
-    tolerance: Tolerance,
-    exact: Mapping[str, float],
-    own: Mapping[str, float],
-    own_floors: Mapping[str, float],
-) -> tuple[Difference, ...]:
-    floors = tolerance.floors
+    exact, floors = gap.differences, tolerance.floors
+    in_own, own_floors = (relative(each.gradients, truth.gradients) for each in (own, own_whole))
     if runner.judged_in != torch.float64 or runner.model.dtype == torch.float64:
-        own, own_floors = exact, floors
+        in_own, own_floors = exact, floors
         exact = exact if runner.judged_in == torch.float64 else dict.fromkeys(exact, math.nan)
     elif not tolerance.is_precise:  # what computes in float32 rounds as it does, where terms cancel more
         limit = _reordered_sums(runner)
         floors = {name: max(floor, min(own_floors[name], limit)) for name, floor in floors.items()}
-    return tuple(
-        Difference(name, tuple(p.shape), exact[name], floors[name], own[name], own_floors[name])
+    differences = tuple(
+        Difference(name, tuple(p.shape), exact[name], floors[name], in_own[name], own_floors[name])
         for name, p in runner.model.parameters.items()
     )
+    return Compared(window, truth, gap, tolerance, differences)
 
 
 def _run_whole(runner: Runner) -> Accumulated:
@@ -145,8 +134,7 @@ def _measured_rounding(runner: Runner, truth: Accumulated) -> Tolerance:
     tolerance.repeated = repeated if repeated > small and not nonlinear else 0.0
     if runner.judged_in == torch.float64 and not (tolerance.is_precise or tolerance.repeated or nonlinear):
         runner.notes.append(
-            "Some of this model computes in less than float64 whatever its weights are, so equality is judged to the "
-            "rounding of that."
+            "Some of this model computes in less than float64, so equality is judged to the rounding of that."
         )
     return tolerance
 

@@ -1,7 +1,7 @@
 """Finds what causes a difference: turns something off, sees what is left, and turns the next thing off.
 
 What is in the model comes first, since it hides the rest. With all of that off, what is left shows in the weights by
-which micro-batches add up. Each thing is a cause if it makes a difference where it alone is turned on.
+which micro-batches add up. Each thing is a cause if a difference goes away with it.
 """
 
 from dataclasses import replace
@@ -15,7 +15,6 @@ from bigbatch.verification.loop_recorder import LoopRecord
 from bigbatch.verification.result import OUTSIDE, Cause, cause, listed, number
 from bigbatch.verification.runner import Runner, first_line
 from bigbatch.verification.suspects import (
-    Suspect,
     coupling_place,
     irreproducible_place,
     random_numbers,
@@ -43,8 +42,8 @@ class Diagnosis:
         """Find them; in an equal gradient, what the model's own dtype loses."""
         runner, tolerance, record = self._runner, self._tolerance, self._record
         if tolerance.nonlinear:
-            text = f"half the gradient of twice the loss differs from the big batch's by {number(tolerance.nonlinear)}"
-            text += ", since something in backward is not linear, such as a hook that clips each micro-batch's gradient"
+            far = number(tolerance.nonlinear)
+            text = f"twice the loss has not twice the gradient, by {far}: backward is not linear, as where a hook clips"
             return [cause("clipping", "backward", text)]
         if tolerance.repeated:
             text = f"two runs of the same big batch with the same random state differ by {number(tolerance.repeated)}"
@@ -54,8 +53,7 @@ class Diagnosis:
         for dtype in (*_LOW, torch.float32) if tolerance.is_precise and runner.judged_in == torch.float64 else ():
             if all(bool((g.to(dtype).double() == g).all()) for g in self._before.found.values()):
                 kept, far = name_of(dtype), number(self._before.overall)
-                text = f"every element of the gradient is a {kept} number, though the model ran in float64: it was "
-                text += f"added up or kept in {kept}, which costs {far}"
+                text = f"in float64, too, the gradient was added up or kept in {kept}, which costs {far}"
                 return [cause("precision", f"{kept} gradients", text)]
         return self._by_experiment()
 
@@ -81,18 +79,7 @@ class Diagnosis:
         """Find the causes in the loop's steps, in the model, in the weights; `unknown` is what is left."""
         runner, tolerance = self._runner, self._tolerance
         found = [] if self._record is None else self._of_loop(self._record)
-        suspects, off, rest = self._suspects()
-        is_exact = self._strategy.name == "BigStep" and self._strategy.options.batch_norm == "exact"
-        for each in suspects:
-            on = runner.attempt(partial(self._compared, off - each.off), None)
-            if on is None or (is_exact and each.kind == "batch-norm"):
-                continue
-            added = {name: g - rest.found[name] + rest.truth[name] for name, g in on.found.items()}
-            alone = Comparison(added, on.truth)  # what turning it on adds to the difference that is left
-            if not self._is_gone(alone):
-                text = f"{each.evidence}; with all else turned off, that makes a difference of {number(alone.overall)}"
-                where = listed(list(map(runner.model.called, each.names)))
-                found.append(cause(each.kind, where, text, first=each.names[0]))
+        off, rest = self._turn_off(found)
         if self._is_gone(rest):
             return found
         place = partial(coupling_place, runner, off, tolerance.loose)
@@ -102,10 +89,27 @@ class Diagnosis:
             text = f"BigStep raises: {first_line(runner.refused).rstrip('.')}"
             of_weights = [each for each in of_weights if each.where] or [cause("coupled-samples", OUTSIDE, text)]
         if not of_weights:
-            beside = "with all of these turned off" if found else "whatever is turned off"
-            text = f"{beside}, a difference of {number(rest.overall)} is left, and no experiment explains it"
+            text = f"with all that is known turned off, a difference of {number(rest.overall)} is left"
             of_weights = [cause("unknown", "", text)]
         return [*found, *of_weights]
+
+    def _turn_off(self, found: list[Cause]) -> tuple[Off, Comparison]:
+        """Turn off what is in the model, one thing after another, until the difference is gone; add the causes."""
+        runner, off, rest = self._runner, NOTHING, self._compared(NOTHING)
+        is_exact = self._strategy.name == "BigStep" and self._strategy.options.batch_norm == "exact"
+        for look in (random_numbers, written_state, training_norms):
+            seen = None if self._is_gone(rest) else runner.attempt(partial(look, runner), None)
+            after = None if seen is None else runner.attempt(partial(self._compared, off | {seen.kind}), None)
+            if seen is None or after is None:
+                continue
+            added = {name: g - after.found[name] + after.truth[name] for name, g in rest.found.items()}
+            gone = Comparison(added, rest.truth)  # the part of the difference that has gone with it
+            if not self._is_gone(gone) and not (is_exact and seen.kind == "batch-norm"):
+                text = f"{seen.evidence}; turned off, a difference of {number(gone.overall)} goes away"
+                where = listed(list(map(runner.model.called, seen.names)))
+                found.append(cause(seen.kind, where, text, first=seen.names[0]))
+            off, rest = off | {seen.kind}, after
+        return off, rest
 
     def _is_gone(self, compared: Comparison) -> bool:
         return self._tolerance.is_negligible(compared.differences)
@@ -124,8 +128,8 @@ class Diagnosis:
             self._strategy = replace(self._strategy, clips=False)
             after = self._compared(NOTHING)
             if not self._tolerance.is_negligible(relative(after.found, before.found)):  # a norm that is reached
-                text = f"gradients were clipped {record.clipped} times in the window; without it the difference goes "
-                text += f"from {number(before.overall)} to {number(after.overall)}"
+                text = f"gradients were clipped {record.clipped} times in the window; without it, the difference of "
+                text += f"{number(before.overall)} is {number(after.overall)}"
                 found.append(cause("clipping", record.clipped_by, text))
         if record.most_steps > 1:
             self._strategy = replace(self._strategy, adds_steps=True)
@@ -133,14 +137,3 @@ class Diagnosis:
             text += ": once with the right gradient, and on" if self._is_gone(before) else ""
             found.append(cause("stepped-inside", "optimizer.step", text, steps=len(self._runner.sizes)))
         return found
-
-    def _suspects(self) -> tuple[list[Suspect], Off, Comparison]:
-        """Turn off what is in the model, one thing after the other, until the difference is gone."""
-        runner, found, off, rest = self._runner, list[Suspect](), NOTHING, self._compared(NOTHING)
-        for look in (random_numbers, written_state, training_norms):
-            seen = None if self._is_gone(rest) else runner.attempt(partial(look, runner), None)
-            compared = None if seen is None else runner.attempt(partial(self._compared, off | seen.off), None)
-            if seen is not None and compared is not None:
-                off, rest = off | seen.off, compared
-                found.append(seen)
-        return found, off, rest

@@ -1,5 +1,6 @@
 """What in a model may make the difference: random numbers, written state, BatchNorm, modules that couple samples."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,28 +11,26 @@ from torch.utils._pytree import tree_leaves
 from bigbatch.state.rng import Randomness
 from bigbatch.verification.result import OUTSIDE, listed
 from bigbatch.verification.runner import Runner
-from bigbatch.verification.switches import NOTHING, RANDOMNESS, STATE, STATISTICS, Off, state_of
+from bigbatch.verification.switches import NOTHING, Off, state_of
 
 
 class Suspect(NamedTuple):
-    """Something in the model that may be a cause, and what turns it off."""
+    """Something in the model that may be a cause."""
 
     kind: str
-    off: Off
     names: list[str]
     evidence: str  # seen before any experiment
 
 
 def random_numbers(runner: Runner) -> Suspect | None:
     """Look for modules that draw random numbers in training."""
-    drew = list(dict.fromkeys(name for name, _, _, draws in _recorded(runner, NOTHING, runner.batch.size) if draws))
-    evidence = f"random numbers are drawn by {listed([_named(runner, name) for name in drew])}"
-    return Suspect("randomness", RANDOMNESS, drew, evidence) if drew else None
+    drew = list(dict.fromkeys(call.name for call in _recorded(runner, NOTHING, runner.batch.size) if call.draws))
+    return Suspect("randomness", drew, f"random numbers are drawn by {_listed(runner, drew)}") if drew else None
 
 
 def written_state(runner: Runner) -> Suspect | None:
     """Look for buffers and attributes that a forward changes; not those of BatchNorm."""
-    with runner.copy(RANDOMNESS) as model, torch.no_grad():
+    with runner.copy(frozenset({"randomness"})) as model, torch.no_grad():
         modules = {name: module for name, module in model.modules.items() if not isinstance(module, BatchNorm)}
         before = {name: state_of(module) for name, module in modules.items()}
         runner.forward(model, runner.batch.size)
@@ -42,29 +41,33 @@ def written_state(runner: Runner) -> Suspect | None:
             if not _is_same(before[name].get(key), value)
         }
     evidence = f"forward writes {listed(list(written))}, which the next micro-batch reads"
-    return Suspect("state", STATE, list(dict.fromkeys(written.values())), evidence) if written else None
+    return Suspect("state", list(dict.fromkeys(written.values())), evidence) if written else None
 
 
 def training_norms(runner: Runner) -> Suspect | None:
     """Look for BatchNorms that normalize by the samples of a micro-batch."""
-    modules = runner.model.modules.items()
-    norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}
+    norms = {name: module for name, module in runner.model.modules.items() if isinstance(module, BatchNorm)}
     names = [name for name, module in norms.items() if module.training or module.running_mean is None]
-    by = listed([_named(runner, name) for name in names])
-    evidence = f"{by}: normalized by the samples of the micro-batch"
-    return Suspect("batch-norm", STATISTICS, names, evidence) if names else None
+    evidence = f"{_listed(runner, names)}: normalized by the samples of the micro-batch"
+    return Suspect("batch-norm", names, evidence) if names else None
 
 
 Tensors = list[Tensor]
 
 
-def _recorded(runner: Runner, off: Off, samples: int) -> list[tuple[str, Tensors, Tensors, bool]]:
-    """Run the first samples; return what each module takes and returns, and whether it draws random numbers.
+class _Call(NamedTuple):
+    """A call of a module; what happens outside of all modules comes last, without tensors."""
 
-    What happens outside of all modules comes last, without tensors.
-    """
+    name: str
+    given: Tensors
+    returned: Tensors
+    draws: bool  # whether it draws random numbers
+
+
+def _recorded(runner: Runner, off: Off, samples: int) -> list[_Call]:
+    """Run the first samples; return the calls in the order of their ends."""
     given: list[tuple[str, Tensors]] = [(OUTSIDE, [])]
-    calls: list[tuple[str, Tensors, Tensors, bool]] = []
+    calls: list[_Call] = []
     drew: list[str] = []
 
     def look() -> None:
@@ -79,7 +82,7 @@ def _recorded(runner: Runner, off: Off, samples: int) -> list[tuple[str, Tensors
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         look()
         name, taken = given.pop()
-        calls.append((name, taken, _tensors(output), name in drew))
+        calls.append(_Call(name, taken, _tensors(output), name in drew))
 
     with runner.copy(off) as model, torch.no_grad():
         names = {id(module): name for name, module in reversed(model.modules.items())}
@@ -89,18 +92,18 @@ def _recorded(runner: Runner, off: Off, samples: int) -> list[tuple[str, Tensors
             module.register_forward_hook(leave)
         runner.forward(model, samples)
         look()
-    return [*calls, (OUTSIDE, [], [], OUTSIDE in drew)]
+    return [*calls, _Call(OUTSIDE, [], [], OUTSIDE in drew)]
 
 
 def coupling_place(runner: Runner, off: Off, tolerance: float) -> str:
     """Return the first innermost module whose output for some samples depends on the others; else the loss."""
-    modules = runner.model.modules
     some, every = (_recorded(runner, off, samples) for samples in (runner.sizes[0], runner.batch.size))
-    for (name, taken, returned, _), (other, all_taken, all_returned, _) in zip(some, every, strict=False):
-        is_layer = name == other and all(each.dim() for each in returned)  # and returns no loss
-        if is_layer and _agree(taken, all_taken, tolerance) and not _agree(returned, all_returned, tolerance):
-            return name or type(modules[name]).__name__
-    return OUTSIDE if runner.has_loss_fn else f"{type(runner.model.models[0]).__name__}.forward"
+    for one, other in zip(some, every, strict=False):
+        is_layer = one.name == other.name and all(each.dim() for each in one.returned)  # and returns no loss
+        same = is_layer and _agree(one.given, other.given, tolerance)
+        if same and not _agree(one.returned, other.returned, tolerance):
+            return runner.model.called(one.name)
+    return OUTSIDE if runner.has_loss_fn else f"{runner.model.called('')}.forward"
 
 
 def _agree(some: Tensors, every: Tensors, tolerance: float) -> bool:
@@ -116,7 +119,7 @@ def _agree(some: Tensors, every: Tensors, tolerance: float) -> bool:
 def irreproducible_place(runner: Runner) -> str:
     """Return the first module that returns something else in a second run of the same big batch, or "backward"."""
     runs = zip(*(_recorded(runner, NOTHING, runner.batch.size) for _ in range(2)), strict=False)
-    return next((one[0] or OUTSIDE for one, other in runs if not _is_same(one[2], other[2])), "backward")
+    return next((one.name or OUTSIDE for one, other in runs if not _is_same(one.returned, other.returned)), "backward")
 
 
 def _tensors(tree: Any) -> Tensors:
@@ -131,9 +134,7 @@ def _is_same(one: Any, other: Any) -> bool:
     )
 
 
-def _named(runner: Runner, name: str) -> str:
-    """Name a module with its class."""
-    if name == OUTSIDE:
-        return name
-    kind = type(runner.model.modules[name]).__name__
-    return f"{kind} '{name}'" if name else kind
+def _listed(runner: Runner, names: Sequence[str]) -> str:
+    """Name modules with their classes."""
+    kinds = {name: type(module).__name__ for name, module in runner.model.modules.items()}
+    return listed([f"{kinds[name]} '{name}'" if name in kinds and name else kinds.get(name, name) for name in names])

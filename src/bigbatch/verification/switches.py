@@ -19,11 +19,8 @@ _HELD = 0.5  # what stands for every number that is drawn
 _MOVED = 0.1  # of a weight: how far away "elsewhere" is
 _CALM = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # arguments of kernels that drop
 
-Off: TypeAlias = frozenset[str]  # what is turned off
+Off: TypeAlias = frozenset[str]  # what is turned off: kinds of causes, and
 NOTHING: Off = frozenset()
-RANDOMNESS: Off = frozenset({"every random number is a constant"})
-STATE: Off = frozenset({"every forward finds buffers and attributes as they were"})
-STATISTICS: Off = frozenset({"BatchNorm uses its running statistics"})
 OUTPUTS: Off = frozenset({"the model's outputs are detached: what is left comes from parameters alone"})
 PLACE: Off = frozenset({"the weights are elsewhere"})
 
@@ -36,11 +33,11 @@ def turn_off(off: Off, model: ModelCopy) -> AbstractContextManager[Any]:
     for each in model.models if off & OUTPUTS else ():
         each.register_forward_hook(lambda _module, _args, output: _copy(output))
     for module in dict.fromkeys(model.modules.values()):
-        if off & STATISTICS and isinstance(module, BatchNorm):
+        if "batch-norm" in off and isinstance(module, BatchNorm):
             module.register_forward_pre_hook(_rest, prepend=True)
-        elif off & STATE and not isinstance(module, BatchNorm):
+        elif "state" in off and not isinstance(module, BatchNorm):
             module.register_forward_pre_hook(_restorer(module), prepend=True)
-    if not off & RANDOMNESS:
+    if "randomness" not in off:
         return nullcontext()
     randomness = Randomness(devices_of(model.models))  # Python's and numpy's can only be repeated
     for each in model.models:

@@ -86,22 +86,23 @@ class Weights:
         parts = list(map(sampled, each))
         empty = [str(place) for place, part in enumerate(parts, 1) if not part.isfinite().all()]
         if empty:
-            text = f"micro-batch {listed(empty)} of {len(parts)} has no finite gradient by itself: a mean over nothing "
-            count = "count.clamp(min=1)"
-            return [cause("wrong-count", OUTSIDE, f"{text}is no number. Divide by {count}", count=count)]
+            text = (
+                f"micro-batch {listed(empty)} of {len(parts)} has no finite gradient: a mean over nothing is no number"
+            )
+            return [cause("wrong-count", OUTSIDE, text, count="count.clamp(min=1)")]
         alone = self._of_parameters_alone(self.off)
         used, right = (fit(sampled(side), parts, alone) for side in (self.left.found, self.left.truth))
         if right.residual <= limit and self._hold_elsewhere(right, _ELSEWHERE * limit):
             if used.residual > limit:
                 return self._of_clamped()
             return list(self._mistakes(used, right, has_alone=alone is not None))
-        text = "the weights by which micro-batches add up to the big batch change with the model's own weights, as "
-        text += "those of a root or a logarithm of a mean do"
+        text = "how micro-batches add up changes with the model's own weights, as for a root or a logarithm of a mean"
         if right.residual > limit:
             if counts := self._of_several_counts(each, limit):
                 return counts
-            text = "no weights of micro-batches add up to the big batch's gradient: samples are compared, or a mean, a "
-            text += "rank or a threshold is taken of all of them"
+            text = (
+                "no weights of micro-batches add up to the big batch's gradient: samples are compared with each other"
+            )
         where = self.coupling_place()
         if where == OUTSIDE and math.isinf(right.residual):
             return []
@@ -128,13 +129,13 @@ class Weights:
     def _of_several_counts(self, each: Sequence[Gradients], limit: float) -> list[Cause]:
         """Perhaps each term of the loss has its own count: BigStep reads them, or parameters show them apart."""
         truth, options = self.left.truth, Options(check=False, batch_norm="micro")
-        found = "the loss has several terms, averaged over different things, and no one weight per micro-batch fits"
+        found = "the loss has several terms, averaged over different things"
         try:
             own = relative(self.runner.accumulated(self.off, Strategy("BigStep", options)).gradients, truth)
         except BigBatchError:
             own = {"": math.inf}
         if self.tolerance.is_negligible(own):
-            found += ". Weighting each term by its own count, as BigStep does, makes the gradients equal"
+            found += ": weighting each by its own count, as BigStep does, makes the gradients equal"
         else:
             means = dict[str, str]()
             for name, target in truth.items():
@@ -162,8 +163,8 @@ class Weights:
         kept = [i for i in range(number) if i not in out]
         scale, is_common = _scale(used, should, kept)
         if out and kept:
-            text = f"micro-batch {listed([str(i + 1) for i in out])} of {number} has no weight"
-            text += ": it did not come to the step, or gradients were cleared after it"
+            which = listed([str(i + 1) for i in out])
+            text = f"micro-batch {which} of {number} did not come to the step, or was cleared before it"
             yield cause("dropped-micro-batch", "", text)
             share = math.fsum(should[i] for i in kept) / (math.fsum(should) or 1.0)
             if _near(scale, number / len(kept), 1e-3) or _near(scale * share, 1.0, 1e-3):
@@ -180,9 +181,8 @@ class Weights:
             yield cause("wrong-count", "", text, count=count or "count")
         if has_alone and not out:
             times, once = (math.fsum(used) + taken.alone) / scale, math.fsum(should) + right.alone
-            text = f"a term that no sample is in is added {round(times, 3):g} times per window; it should be added "
+            text = f"a term that no sample is in is added {round(times, 3):g} times per window, instead of {once:.3g}"
             if not _near(times, once, 1e-3):
-                text += f"{once:.3g} times"
                 yield cause("wrong-count", "a term of parameters alone", text, count="count")
 
 
@@ -198,15 +198,13 @@ def _in_proportion_to(weights: Sequence[float], every: dict[str, list[float]]) -
 
 def _of_scale(scale: float, number: int, totals: dict[str, float], count: str) -> str:
     """Say which division is missing, or one too many, where all weights are wrong by one factor."""
-    wanted = totals.get(count, math.nan) / scale
-    other = next((each for each, total in totals.items() if each != count and _near(total, wanted)), "")
-    if _near(scale, number, 1e-3):
-        return f", once for each of {number} micro-batches: it was not divided"
-    if _near(scale, 1 / number, 1e-3):
-        return ": it was divided by the number of micro-batches once too often"
-    if other:
-        return f", as if divided by {totals[other]:g}, {other}, instead of {totals[count]:g}, {count}"
-    return ": its sign is turned" if scale < 0 else ""
+    known = {float(number): f", once for each of {number} micro-batches: it was not divided"}
+    known[1 / number] = ": it was divided by the number of micro-batches once too often"
+    for other, total in totals.items() if count else ():
+        if total:
+            text = f", as if divided by {total:g}, {other}, instead of {totals[count]:g}, {count}"
+            known.setdefault(totals[count] / total, text)
+    return next((text for factor, text in known.items() if _near(scale, factor)), "")
 
 
 def _scale(used: Sequence[float], should: Sequence[float], kept: Sequence[int]) -> tuple[float, bool]:
