@@ -43,8 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _gpu_memory_of_one_module() -> Iterator[None]:
-    """Free what a module's tests left on the GPU: captured graphs in reference cycles hold their memory pools."""
+def _memory_of_one_module() -> Iterator[None]:
+    """Free what a module's tests left on the GPU: captured graphs in reference cycles hold their memory pools.
+
+    Each retry after out of memory collects garbage, and need not look through all that imports have made.
+    """
+    gc.freeze()
     yield
     if torch.cuda.is_available():
         gc.collect()

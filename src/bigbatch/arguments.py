@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,7 @@ def _refuse(name: str, what: str, found: object) -> ConfigurationError:
 
 def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
     """Accept one module or several; `ranks` where replicas on several ranks will do."""
-    found = tuple(model) if isinstance(model, list | tuple) else (model,)
-    for module in found:
-        if not isinstance(module, nn.Module):
-            raise _refuse("model", "an nn.Module or a sequence of them", type(module).__name__)
-    if not found:
-        raise ConfigurationError("model is an empty sequence; pass at least one nn.Module")
+    found: tuple[nn.Module, ...] = _one_or_several("model", model, nn.Module, "an nn.Module")
     for module in () if ranks else found:
         in_shards = any(kind.__name__ == "FSDPModule" for each in module.modules() for kind in type(each).__mro__)
         if in_shards or (isinstance(module, DistributedDataParallel) and module.process_group.size() > 1):
@@ -51,8 +46,18 @@ def mesh(given: object) -> None:
         )
 
 
-def _unprepared(found: Any, inner: Literal["optimizer", "scheduler"]) -> Any:
-    """Return what Accelerate and Lightning have wrapped, by their documented attribute."""
+def _one_or_several(name: str, given: object, kind: type, written: str) -> tuple[Any, ...]:
+    """Accept one of a kind or a sequence of them."""
+    every = given if isinstance(given, list | tuple) else (given,)
+    found = tuple(every if kind is nn.Module else (_unprepared(each, name) for each in every))
+    wrong = [type(each).__name__ for each in found if not isinstance(each, kind)]
+    if wrong or not found:
+        raise _refuse(name, f"{written} or a sequence of them", wrong[0] if wrong else "an empty sequence")
+    return found
+
+
+def _unprepared(found: Any, inner: str) -> Any:
+    """Return an optimizer or a scheduler that Accelerate or Lightning has wrapped, by their documented attribute."""
     while any(kind.__module__.partition(".")[0] in _WRAPPERS for kind in type(found).__mro__):
         found = getattr(found, inner)
     return found
@@ -60,15 +65,10 @@ def _unprepared(found: Any, inner: Literal["optimizer", "scheduler"]) -> Any:
 
 def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimizer, ...]:
     """Accept one optimizer or several, each with parameters of the models."""
-    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    found = tuple(_unprepared(each, "optimizer") for each in given)
+    found: tuple[Optimizer, ...] = _one_or_several("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     theirs = {id(p) for module in modules for p in module.parameters()}
     seen: set[int] = set()
-    if not found:
-        raise ConfigurationError("optimizer is an empty sequence; pass at least one torch.optim.Optimizer")
     for each in found:
-        if not isinstance(each, Optimizer):
-            raise _refuse("optimizer", "a torch.optim.Optimizer or a sequence of them", type(each).__name__)
         name = type(each).__name__
         if isinstance(each, LBFGS):
             raise ConfigurationError(
@@ -79,9 +79,8 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
         mine = {id(p) for group in each.param_groups for p in group["params"]}
         if not mine & theirs:
             raise ConfigurationError(
-                f"{name} shares no parameter with the model: it holds {len(mine)} tensors, none of them among the "
-                f"model's {len(theirs)}. (A model moved, sharded or re-created after its optimizer was made has other "
-                "parameters.)",
+                f"{name} shares no parameter with the model. (A model moved, sharded or re-created after its optimizer "
+                "was made has other parameters.)",
                 fix=f"{name}(model.parameters(), ...)",
             )
         if mine & seen:
@@ -92,11 +91,14 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
     return found
 
 
-def positive(name: str, number: object, what: str = "") -> int:
+def is_positive(number: object) -> bool:
+    """Whether this is a positive integer, of numpy or not."""
+    return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= 1
+
+
+def positive(name: str, number: Any, what: str = "") -> int:
     """Accept a positive integer; `what` says what it counts."""
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-        raise _refuse(name, f"a positive integer{what and ', '}{what}", repr(number))
-    return int(number)  # numpy's are Integral, too
+    return int(accepting(name, f"a positive integer{what and ', '}{what}", is_positive)(number))
 
 
 def steps(number: object) -> int:
@@ -113,7 +115,7 @@ def loader(found: object) -> None:
         )
 
 
-def _accepting(name: str, what: str, accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
+def accepting(name: str, what: str, accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """Return a check of one argument, which returns what it accepts."""
 
     def check(value: object) -> object:
@@ -126,39 +128,39 @@ def _accepting(name: str, what: str, accepts: Callable[[Any], bool]) -> Callable
 
 def truth(name: str, value: object) -> bool:
     """Accept a truth value."""
-    return bool(_accepting(name, "True or False", lambda value: isinstance(value, bool))(value))
+    return bool(accepting(name, "True or False", lambda value: isinstance(value, bool))(value))
 
 
 def _is_norm(norm: object) -> bool:
     return norm is None or (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0)
 
 
-clip_norm = _accepting("clip_norm", "a positive number (math.inf only reports the norm) or None", _is_norm)
-gradient_dtype = _accepting(
+clip_norm = accepting("clip_norm", "a positive number (math.inf only reports the norm) or None", _is_norm)
+gradient_dtype = accepting(
     "gradient_dtype",
     "torch.float32, torch.float64 or None (the parameter's own)",
     lambda dtype: dtype is None or dtype in (torch.float32, torch.float64),
 )
-batch_norm = _accepting("batch_norm", '"refuse" or "micro"', lambda mode: mode in ("refuse", "micro"))
+batch_norm = accepting("batch_norm", '"refuse" or "micro"', lambda mode: mode in ("refuse", "micro"))
 skip_nonfinite = partial(truth, "skip_nonfinite")
-counts = _accepting(
+counts = accepting(
     "counts", "a function from a batch to its counts, one per term of the loss", lambda f: f is None or callable(f)
 )
-scaler = _accepting("scaler", "a torch.amp.GradScaler", lambda found: found is None or isinstance(found, GradScaler))
+scaler = accepting("scaler", "a torch.amp.GradScaler", lambda found: found is None or isinstance(found, GradScaler))
 
 
 def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """Accept schedulers that step without an argument."""
-    given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
-    found = tuple(_unprepared(each, "scheduler") for each in given)
+    if scheduler is None or scheduler == []:
+        return ()
+    kind = "a torch.optim.lr_scheduler.LRScheduler"
+    found: tuple[LRScheduler, ...] = _one_or_several("scheduler", scheduler, LRScheduler, kind)
     for each in found:
         if isinstance(each, ReduceLROnPlateau):
             raise ConfigurationError(
                 "ReduceLROnPlateau steps on a validation metric, which an update does not have.",
                 fix="scheduler.step(validation_loss) after each validation, and no scheduler=",
             )
-        if not isinstance(each, LRScheduler):
-            raise _refuse("scheduler", "a torch.optim.lr_scheduler.LRScheduler or a sequence", type(each).__name__)
         if not any(_unprepared(each.optimizer, "optimizer") is o for o in known):
             raise ConfigurationError(f"{type(each).__name__} schedules an optimizer that was not given")
     return found

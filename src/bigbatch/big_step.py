@@ -46,26 +46,8 @@ from bigbatch.window.stepper import Stepper, Witness, refuse_copy
 from bigbatch.window.window import OPEN, Window
 
 STATE_VERSION = 1
-_ALL_RANKS_END = (
-    "out of memory in a pass in which ranks wait for each other (a sharded model, BatchNorm in training mode, `across`)"
-    "; {}. This rank cannot try again alone: the others wait in the midst of it, and end with an error, too."
-)
-_OTHERS_HAVE_HEARD = (
-    "out of memory in adding up the gradients of all ranks; {}. This rank has told the others what it counted, so it "
-    "cannot try again alone: they wait, or have stepped. Nothing was stepped here: go on from a checkpoint."
-)
-_IN_THE_STEP = (
-    "out of memory in the optimizer's own step; {}. It may have changed some parameters and some of its state, so the "
-    "step is not made again: load both from a checkpoint."
-)
-_NONE_COUPLED = (
-    "this rank has no samples in this update, and samples are coupled (BatchNorm in training mode, or across in the "
-    "loss or the model), so that ranks meet in the midst of a batch. Nothing was stepped."
-)
-_WHOLE_MODELS = (
-    "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
-    "pass through a model that is sharded with fully_shard needs all ranks: micro-batches cannot wait in its midst."
-)
+_COUPLED = "samples are coupled (BatchNorm in training mode, or across in the loss or the model)"
+_ALL_RANKS = "every pass through a model that is sharded with fully_shard needs all ranks"
 
 
 class BigStep:
@@ -198,7 +180,7 @@ class BigStep:
                 done = self._made(whole, stepping=stepping)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
-        self._check.passed(looked=done.looked, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
+        self._check.passed(stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
         self._looked_at_buffers = self._looked_at_buffers or done.update.micro_batches > 1
         if done.written and not self._told_of_buffers:
             self._told_of_buffers = True
@@ -209,11 +191,8 @@ class BigStep:
     def _empty(self, *, stepping: bool) -> Update:
         """Take part in an update without samples of one's own."""
         if self._team.sharded:
-            raise BatchError(
-                "this rank has no samples in this update, and every pass through a model that is sharded with "
-                "fully_shard needs all ranks.",
-                fix="samples without targets that count:  labels.fill_(-100)",
-            )
+            fix = "samples without targets that count:  labels.fill_(-100)"
+            raise BatchError(f"this rank has no samples in this update, and {_ALL_RANKS}.", fix=fix)
         while True:
             window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._execution.count_first else None)
             try:
@@ -224,10 +203,11 @@ class BigStep:
                 self._execution = replace(self._execution, count_first=True)
             except WindowError as error:
                 self._admission.open()
+                why, fix = str(error), ""
                 if self._needs_lockstep():
+                    why = f"{_COUPLED}, so that ranks meet in the midst of a batch. Nothing was stepped."
                     fix = "a part of each batch for every rank, batch[rank::size]; leave out a batch of fewer samples"
-                    raise WindowError(_NONE_COUPLED, fix=fix) from error
-                raise WindowError(f"this rank has no samples in this update, and {error}") from error
+                raise WindowError(f"this rank has no samples in this update, and {why}", fix=fix) from error
             finally:
                 window.discard()
 
@@ -253,7 +233,7 @@ class BigStep:
         self._admission.run_side_by_side(lockstep)
         if self._team.sharded and lockstep:
             fix = "DistributedDataParallel, BatchNorm in eval mode (layer.eval()), or GroupNorm"
-            raise ConfigurationError(_WHOLE_MODELS, fix=fix)
+            raise ConfigurationError(f"{_COUPLED}, and {_ALL_RANKS}: micro-batches cannot wait in its midst.", fix=fix)
         self._admission.look()
         division = self._divider.divide(whole, self._run_one, lockstep=lockstep)
         self._admission.warn_of_hooks(several=len(division) > 1 or not self._team.is_alone)
@@ -297,11 +277,19 @@ class BigStep:
         team, short = self._team, _is_short(error)
         inside = not team.is_alone and (team.elsewhere or team.sharded or is_of_the_wire(error))
         if short and team.spoken:
-            fix = "a smaller micro_batch_size or memory=, which leaves more room beside the gradients"
-            raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error)), fix=fix) from error
+            raise OutOfMemory(
+                f"out of memory in adding up the gradients of all ranks; {missing(error)}. This rank has told the "
+                "others what it counted, so it cannot try again alone: they wait, or have stepped. Nothing was stepped "
+                "here: go on from a checkpoint.",
+                fix="a smaller micro_batch_size or memory=, which leaves more room beside the gradients",
+            ) from error
         if short and inside and division is not None:
-            fix = "a smaller micro_batch_size, or activation checkpointing"
-            raise OutOfMemory(_ALL_RANKS_END.format(missing(error)), fix=fix) from error
+            raise OutOfMemory(
+                "out of memory in a pass in which ranks wait for each other (a sharded model, BatchNorm in training "
+                f"mode, `across`); {missing(error)}. This rank cannot try again alone: the others wait in the midst of "
+                "it, and end with an error, too.",
+                fix="a smaller micro_batch_size, or activation checkpointing",
+            ) from error
         return team.spoken or inside
 
     def _has_room(self, error: BaseException, division: Division | None) -> bool:
@@ -355,12 +343,10 @@ class BigStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with sizes that were found before, instead of finding them again."""
-        if not isinstance(state, dict) or not {"version", "sizes"} <= state.keys():
-            msg = "this is not the state_dict() of a BigStep: it should hold version and sizes"
-            raise StateError(msg)
-        if state["version"] != STATE_VERSION:
-            msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
-            raise StateError(msg)
+        if not isinstance(state, dict) or "sizes" not in state or state.get("version") != STATE_VERSION:
+            found = repr(state.get("version")) if isinstance(state, dict) else type(state).__name__
+            problem = f"this is not the state_dict() of a BigStep: it should hold version {STATE_VERSION} and sizes."
+            raise StateError(problem, found=found)
         self._sizes.load_state_dict(state["sizes"])
 
     def _attempt(self, division: Division, *, stepping: bool) -> "_Done":
@@ -396,7 +382,7 @@ class BigStep:
             if not self._stepper.began:
                 before.restore()
             raise
-        return _Done(replace(update, extras=together), looked, before.buffers, division.padding, written)
+        return _Done(replace(update, extras=together), before.buffers, division.padding, written)
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
         with untouched(self._models, before=self._buffers):
@@ -434,8 +420,11 @@ class BigStep:
         except BaseException as error:
             if not is_out_of_memory(error) or not self._stepper.began:
                 raise
-            fix = "a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state"
-            raise OutOfMemory(_IN_THE_STEP.format(missing(error)), fix=fix) from error
+            raise OutOfMemory(
+                f"out of memory in the optimizer's own step; {missing(error)}. It may have changed some parameters and "
+                "some of its state, so the step is not made again: load both from a checkpoint.",
+                fix="a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state",
+            ) from error
         if not stepping and self._options.cuda_graph:  # the next replay writes to the same places
             for p in window.gradients.parameters:
                 p.grad = None if p.grad is None else p.grad.clone()
@@ -446,7 +435,6 @@ class _Done(NamedTuple):
     """An update that was made, and what was seen on the way."""
 
     update: Update
-    looked: bool  # whether pieces were compared
     buffers: Buffers
     padding: Padding | None
     written: list[str]  # buffers that each micro-batch has changed

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
 from bigbatch.state import scope
 from bigbatch.state.rng import Randomness
-from bigbatch.state.snapshot import Snapshot
+from bigbatch.state.snapshot import Snapshot, devices_of
 from bigbatch.window.backward import weigh_terms
 from bigbatch.window.gate import scan
 from bigbatch.window.tally import Weights
@@ -36,14 +36,11 @@ COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 SideBySide = Callable[..., "list[Part]"]  # runs forwards, then backwards, in lock-step
 
 
-@dataclass
-class Evaluation:
-    """How samples are evaluated."""
+class Share(NamedTuple):
+    """Some samples, and what they are trimmed to where they have lengths."""
 
-    models: Sequence[nn.Module]
-    runner: Runner
-    mover: Mover
-    side_by_side: SideBySide | None = None
+    samples: list[int]
+    width: int | None
 
 
 class Part(NamedTuple):
@@ -52,6 +49,7 @@ class Part(NamedTuple):
     value: float
     kinds: tuple[str, ...]  # of the terms of the loss
     counts: tuple[float, ...]  # of what they were averaged over
+    is_over_all: bool  # whether a term is the mean of all its samples, chosen or not
     weight: float  # of the loss among the other parts'; NaN where its terms have weights of their own
     gradient: tuple[Tensor, ...]  # times the weight
     tolerance: float  # how far rounding may move the gradient, relatively
@@ -70,108 +68,88 @@ class _Forward(NamedTuple):
     numbers: Randomness  # before it
 
 
+@dataclass
 class Piece:
-    """Some samples of a batch, evaluated together and in parts."""
+    """Some samples of a batch, evaluated together and then in parts."""
 
-    def __init__(
-        self,
-        how: Evaluation,
-        division: Division,
-        shares: list[list[int]],
-        probes: tuple[Tensor, ...],
-        *,
-        watched: bool = True,
-        away: bool = False,
-    ) -> None:
-        """Evaluate them together; `probes` are the parameters whose gradients are compared.
+    models: Sequence[nn.Module]
+    runner: Runner
+    mover: Mover
+    division: Division
+    shares: Sequence[Share]
+    side_by_side: SideBySide | None = None  # where parts wait for each other
+    probes: tuple[Tensor, ...] = ()  # the parameters whose gradients are compared
+    is_watched: bool = True
+    is_away: bool = False  # whether what the backward of the piece needs waits in host memory
 
-        Where it is `away`, what its backward needs waits in host memory.
-        """
-        self._how, self._division, self._shares, self._watched, self._probes = how, division, shares, watched, probes
-        self._state, self._tape = Snapshot(how.models), list[Tensor]()
-        self.samples = [i for share in shares for i in share]
-        self._in_parts = False
-        with save_on_cpu() if away else nullcontext():
-            (self.whole,) = self._evaluated([self.samples], [_widest(division)], None)
+    def __post_init__(self) -> None:
+        """Evaluate the piece as a whole."""
+        self._begins, self._tape, self._in_parts = Snapshot(self.models), list[Tensor](), False
+        self.samples = [i for share in self.shares for i in share.samples]
+        with save_on_cpu() if self.is_away else nullcontext():
+            (self.whole,) = self._evaluated([Share(self.samples, _widest(self.division))], None)
 
     def parts(self) -> list[Part]:
         """Evaluate the parts, each with the piece's random numbers."""
         self._in_parts = True
-        widths = [_width(self._division, share) for share in self._shares]
         totals = self.whole.counts
-        found = self._evaluated(self._shares, widths, totals)
-        came = totals_of(found)
-        alike = len(came) == len(totals) and all(map(partial(math.isclose, rel_tol=COUNT_TOLERANCE), came, totals))
-        if not alike and not self.in_lockstep:  # the piece has another count, or a graph of another kind
-            found = self._evaluated(self._shares, widths, came)
+        found = self._evaluated(self.shares, totals)
+        if self.side_by_side is None:  # else the counts of all were known before the first backward
+            if any(part.is_over_all for part in found) and not all(part.kinds for part in found):
+                raise refusals.zero_beside_mean()  # how many samples the zero was over is not known
+            came = totals_of(found)
+            same = map(partial(math.isclose, rel_tol=COUNT_TOLERANCE), came, totals)
+            if len(came) != len(totals) or not all(same):  # the piece has another count, or a graph of another kind
+                found = self._evaluated(self.shares, came)
         return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
 
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether parts wait for each other."""
-        return self._how.side_by_side is not None
-
-    def _evaluated(
-        self, shares: Sequence[list[int]], widths: Sequence[int | None], totals: Sequence[float] | None
-    ) -> list[Part]:
+    def _evaluated(self, shares: Sequence[Share], totals: Sequence[float] | None) -> list[Part]:
         """Evaluate samples: each share by itself, or in lock-step where their losses ask for each other."""
-        sizes = [len(share) for share in shares]
-        together, in_parts = self._how.side_by_side, self._in_parts
-        if in_parts:
-            self._state.restore()
-
-        def forward(number: int) -> _Forward:
-            if in_parts and together is None:
-                self._state.restore()
-            rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if in_parts else None
-            return self._forward(self._division.part(shares[number], widths[number]), rows)
-
-        def weighed(found: Sequence[_Forward]) -> list[Callable[[], Part]]:
-            known = _sums([float(term.count) for term in each.terms] for each in found if each.terms)
-            first = next((number for number, each in enumerate(found) if each.terms), 0)
-            return [partial(self._backward, each, known, is_first=n == first) for n, each in enumerate(found)]
-
-        if together is not None:
-            return together(forward, weighed, sizes)
-        parts = list[Part]()
-        whole = False
+        self._begins.restore()
+        if self.side_by_side is not None:
+            forward = lambda number: self._forward(shares, number)  # noqa: E731
+            return self.side_by_side(forward, self._weighed, [len(share.samples) for share in shares])
+        found = list[Part]()
         for number in range(len(shares)):
-            found = forward(number)
-            whole = whole or any(term.kind == "mean" and not term.chosen for term in found.terms)
-            is_first = not any(part.kinds for part in parts)  # what counts once is not in a loss of zero
-            parts.append(self._backward(found, totals, is_first=is_first))
-        if in_parts and whole and not all(part.kinds for part in parts):
-            raise refusals.zero_beside_mean()  # how many samples the zero was over is not known
-        return parts
+            self._begins.restore()
+            is_first = not any(part.kinds for part in found)  # what counts once is not in a loss of zero
+            found.append(self._backward(self._forward(shares, number), totals, is_first=is_first))
+        return found
 
-    def _forward(self, given: Any, rows: Rows | None) -> _Forward:
-        runner = self._how.runner
-        micro_batch, watch = self._how.mover.moved(given), Watch(self._tape, rows)
-        numbers = Snapshot(self._how.models).randomness
-        watching: AbstractContextManager[object] = watch if self._watched else nullcontext()
-        with torch.enable_grad(), watching:
-            loss, _ = runner.loss(micro_batch)
+    def _weighed(self, found: Sequence[_Forward]) -> list[Callable[[], Part]]:
+        """Return the backward of each part in lock-step, where the counts of all are known before it."""
+        known = _sums([float(term.count) for term in each.terms] for each in found if each.terms)
+        first = next((number for number, each in enumerate(found) if each.terms), 0)
+        return [partial(self._backward, each, known, is_first=n == first) for n, each in enumerate(found)]
+
+    def _forward(self, shares: Sequence[Share], number: int) -> _Forward:
+        sizes = [len(share.samples) for share in shares]
+        rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if self._in_parts else None
+        micro_batch = self.mover.moved(self.division.part(*shares[number]))
+        watch, numbers = Watch(self._tape, rows), Randomness(devices_of(self.models))
+        with torch.enable_grad(), watch if self.is_watched else nullcontext():
+            loss, _ = self.runner.loss(micro_batch)
         terms = list[Term]()
         with nullcontext() if self._in_parts else suppress(LossError):  # a piece may be more than a micro-batch
-            terms = runner.read(loss)
+            terms = self.runner.read(loss)
         return _Forward(loss, terms, watch, numbers)
 
     def _backward(self, forward: _Forward, totals: Sequence[float] | None, *, is_first: bool) -> Part:
         """Compute the gradient, weighed by what the terms come to in all parts; None: of this one alone."""
         loss, terms, watch, numbers = forward
-        worker = scope.worker()
-        weights = Weights()
+        worker, weights = scope.worker(), Weights()
         if terms and totals is not None and len(totals) == len(terms):
             weights = _weights(terms, totals, is_first=is_first)
         # In lock-step others wait for its backward, whatever it counts.
-        counts = self._probes and not (weights.nothing and worker is None)
+        counts = self.probes and not (weights.nothing and worker is None)
         counts = counts and not scan(loss).reentrant_checkpoint  # it knows no chosen parameters: values are compared
         return Part(
             float(loss.detach()),
             tuple(term.kind for term in terms),
             tuple(float(term.count) for term in terms),
+            any(term.kind == "mean" and not term.chosen for term in terms),
             math.nan if weights.each else float(weights.whole),
-            self._gradient(loss, terms, weights) if counts else tuple(map(torch.zeros_like, self._probes)),
+            self._gradient(loss, terms, weights) if counts else tuple(map(torch.zeros_like, self.probes)),
             self._tolerance(loss, watch.lowest),
             worker.visits.get("BatchNorm", 0) if worker is not None else 0,
             watch.is_calmed or numbers.drawn(),
@@ -180,24 +158,23 @@ class Piece:
         )
 
     def _gradient(self, loss: Tensor, terms: list[Term], weights: Weights) -> tuple[Tensor, ...]:
-        scale = self._how.runner.scale()
+        scale = self.runner.scale()
         hooks = weigh_terms(weights, loss, terms, {}) if weights.each else ()
         try:
             start = torch.full_like(loss, float(weights.whole) * scale)
-            found: Sequence[Tensor | None] = torch.autograd.grad(loss, self._probes, start, allow_unused=True)
+            found: Sequence[Tensor | None] = torch.autograd.grad(loss, self.probes, start, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
-        known = (torch.zeros_like(p) if g is None else g for g, p in zip(found, self._probes, strict=True))
+        known = (torch.zeros_like(p) if g is None else g for g, p in zip(found, self.probes, strict=True))
         return tuple(g.detach().to_dense().to(torch.promote_types(g.dtype, torch.float32)) / scale for g in known)
 
     def _tolerance(self, loss: Tensor, lowest: torch.dtype | None) -> float:
         """Return how far the least precise numbers of a forward may move its gradient, relatively."""
-        device = loss.device.type
-        used = {loss.dtype, lowest or loss.dtype, *(p.dtype for model in self._how.models for p in model.parameters())}
+        device, worker = loss.device.type, scope.worker()
+        used = {loss.dtype, lowest or loss.dtype, *(p.dtype for model in self.models for p in model.parameters())}
         used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
         found = max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
-        worker = scope.worker()
         rests = worker is None or worker.round.mode == "resting"
         return found if rests else min(_LOCKSTEP * found, _LOW_PRECISION_TOLERANCE)
 
@@ -270,9 +247,3 @@ def _widest(division: Division) -> int | None:
     if division.longest is None:
         return None
     return max(division.longest) if max(division.longest) > min(division.longest) else division.width
-
-
-def _width(division: Division, share: list[int]) -> int | None:
-    """Return what a micro-batch is trimmed to that some samples are of."""
-    groups = zip(division.groups, division.longest or (), strict=division.longest is not None)
-    return next((wide for group, wide in groups if share[0] in division.indices(group)), None)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from bigbatch import arguments
+from bigbatch.arguments import accepting, is_positive
 from bigbatch.errors import ConfigurationError
 
 
@@ -59,9 +61,8 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""
         arguments.mesh(self.mesh)
-        for name, what, accepts in _FIELDS:
-            if not accepts(getattr(self, name)):
-                raise ConfigurationError(f"{name} must be {what}; found {getattr(self, name)!r}")
+        for name, check in _CHECKS.items():
+            check(getattr(self, name))
         if self.token_budget != "auto" and self.lengths is None:  # noqa: S105 - no password
             problem = f"token_budget={self.token_budget} needs lengths."
             raise ConfigurationError(problem, fix="Options(lengths='attention_mask', ...)")
@@ -70,32 +71,30 @@ class Options:
                 "cuda_graph=True serves micro-batches whose shapes come again; with lengths= and collate= they do not.",
                 fix="batches that are padded on the right instead of lists, or cuda_graph=False",
             )
-        arguments.gradient_dtype(self.gradient_dtype)
-        arguments.skip_nonfinite(self.skip_nonfinite)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_positive_or_auto(value: object) -> bool:
+    return value == "auto" if isinstance(value, str) else is_positive(value)
 
 
-def _is_one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
-    return " or ".join(f'"{word}"' for word in words), lambda value: value in words
+def _is_one_of(name: str, *words: str) -> Callable[[Any], Any]:
+    return accepting(name, " or ".join(f'"{word}"' for word in words), lambda value: value in words)
 
 
-_TRUTH: tuple[str, Callable[[Any], bool]] = "True or False", lambda value: isinstance(value, bool)
-_FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    (
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "lengths": accepting(
         "lengths",
         "the name of a mask or a function from a batch",
         lambda x: x is None or isinstance(x, str) or callable(x),
     ),
-    ("token_budget", 'a positive integer or "auto"', lambda x: x == "auto" or _is_positive(x)),
-    ("collate", "a function from a list of samples to a batch", lambda x: x is None or callable(x)),
-    ("cuda_graph", *_TRUTH),
-    ("check", *_TRUTH),
-    ("batch_norm", *_is_one_of("exact", "refuse", "micro")),
-    ("activations", *_is_one_of("auto", "keep", "recompute", "offload")),
-)
+    "token_budget": accepting("token_budget", 'a positive integer or "auto"', _is_positive_or_auto),
+    "collate": accepting("collate", "a function from a list of samples to a batch", lambda x: x is None or callable(x)),
+    "batch_norm": _is_one_of("batch_norm", "exact", "refuse", "micro"),
+    "activations": _is_one_of("activations", "auto", "keep", "recompute", "offload"),
+    "gradient_dtype": arguments.gradient_dtype,
+    **{name: partial(arguments.truth, name) for name in ("cuda_graph", "skip_nonfinite", "check")},
+}
+_check_size = accepting("micro_batch_size", 'a positive integer or "auto"', _is_positive_or_auto)
 
 
 def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
@@ -107,10 +106,10 @@ def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
         try:
             found = f"one that takes {signature(loss_fn)}"
             signature(loss_fn).bind(None, None)
+        except ValueError:  # some functions of C have no signature
+            return loss_fn
         except TypeError:
             pass  # it takes others
-        except ValueError:
-            return loss_fn  # some functions of C have no signature
         else:
             return loss_fn
     raise ConfigurationError(
@@ -131,23 +130,20 @@ def checked_size(size: object, options: Options, device: torch.device, *, sharde
     """Accept a number of samples, or "auto" where any size gives the same update."""
     if options.cuda_graph and device.type != "cuda":
         raise ConfigurationError(f"cuda_graph=True needs the model on a CUDA device; found it on {device}")
-    is_auto = isinstance(size, str) and size == "auto"
-    if not is_auto and not _is_positive(size):
-        raise ConfigurationError(f'micro_batch_size must be a positive integer or "auto"; found {size!r}')
+    chosen: int | Literal["auto"] = _check_size(size)
+    is_auto = chosen == "auto"
     if is_auto and options.batch_norm == "micro" and options.lengths is None:
         raise ConfigurationError(
             'batch_norm="micro" makes the result depend on the size of a micro-batch, so it must not depend on memory.',
             fix="BigStep(..., micro_batch_size=32)",
         )
-    for wrong, what, fix in (
-        (is_auto, 'micro_batch_size="auto" tries sizes', "BigStep(..., micro_batch_size=8)"),
-        (options.lengths is not None, "Options(lengths=...) packs each rank's batch in its own way", "no lengths="),
-        (options.cuda_graph, "Options(cuda_graph=True) replays without other ranks", "no cuda_graph=True"),
-    ):
-        if sharded and wrong:  # it would take another number of passes on every rank
-            problem = f"every pass through a model that is sharded with fully_shard needs all ranks, and {what}."
-            raise ConfigurationError(problem, fix=fix)
-    return cast("int | Literal['auto']", size)
+    if sharded and (is_auto or options.lengths is not None or options.cuda_graph):
+        raise ConfigurationError(
+            "every pass through a model that is sharded with fully_shard needs all ranks, so each must make as many: "
+            'micro_batch_size="auto", lengths= and cuda_graph=True do not see to that.',
+            fix="BigStep(..., micro_batch_size=8), without lengths= and cuda_graph=True",
+        )
+    return chosen
 
 
 def refuse_lazy(models: Sequence[nn.Module]) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from bigbatch.batch.batch import Batch, SampleShape
 from bigbatch.batch.split import Division, balanced, joined
-from bigbatch.batch.tree import detached, leaves
 from bigbatch.errors import BatchError, ConfigurationError
 from tests.support.batches import LARGEST, SHARED_ROWS, Structure, structures
 from tests.support.messages import approve
@@ -45,20 +44,10 @@ def test_the_micro_batches_are_the_batch(structure: Structure, n: int, size: int
     for name, leaf in batch.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
         assert torch.equal(structure.unwrap(wrapped)[name], leaf)
-
-
-@given(structures, st.permutations(range(6)), st.integers(1, 6))
-@settings(max_examples=40)
-def test_samples_may_be_taken_in_any_order(structure: Structure, order: list[int], number: int) -> None:
-    """By their numbers, as packing does; lists and arrays, too."""
-    batch = rows(6, 0)
-    whole, chosen = Batch.of(structure.wrap(batch)), order[:number]
-    taken = structure.unwrap(whole.take(chosen))
-    assert all(torch.equal(taken[name], leaf[torch.tensor(chosen)]) for name, leaf in batch.items())
-    only = whole.only(chosen)
-    assert only.size == number
-    again = structure.unwrap(only.take(range(number)))
-    assert all(torch.equal(again[name], taken[name]) for name in taken)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:size].tolist()
+    whole = Batch.of(wrapped)  # by their numbers, as packing does
+    for taken in (whole.take(order), whole.only(order).take(range(len(order)))):
+        assert all(torch.equal(structure.unwrap(taken)[name], leaf[order]) for name, leaf in batch.items())
 
 
 # Which leaves have samples.
@@ -78,6 +67,9 @@ def test_samples_may_be_taken_in_any_order(structure: Structure, order: list[int
         ((torch.zeros(3), np.zeros((3, 2)), np.float64(1.0)), 3, {"batch[0]", "batch[1]"}),
         ((np.zeros((3, 2)), np.zeros(3)), 3, {"batch[0]", "batch[1]"}),
         ((torch.zeros(1, 10), torch.zeros(1), torch.zeros(5)), 1, {"batch[0]", "batch[1]"}),  # five class weights
+        (([torch.zeros(2, 3), torch.zeros(2, 3)], torch.zeros(2)), 2, {"batch[0][0]", "batch[0][1]", "batch[1]"}),
+        ({"views": [torch.zeros(6, 3), torch.zeros(6, 5)]}, 6, {"batch['views'][0]", "batch['views'][1]"}),
+        ([[torch.zeros(8, 4), torch.zeros(8, 4)]] * 2, 8, {f"batch[{i}][{j}]" for i in (0, 1) for j in (0, 1)}),
     ],
 )
 def test_samples_are_found_by_agreement(batch: Any, size: int, sampled: set[str]) -> None:
@@ -105,12 +97,14 @@ def test_batches_that_cannot_be_cut(name: str) -> None:
     approve("batch", name, caught.value)
 
 
-@pytest.mark.parametrize("whole", [[], {"x": torch.zeros(4)}, torch.zeros(4)], ids=["empty", "dict", "tensor"])
-def test_what_collate_takes(whole: Any) -> None:
-    """A list of samples, with one at least."""
-    with pytest.raises(BatchError) as caught:
-        Batch.of(whole, collate=list)
-    approve("batch", f"collate: {type(whole).__name__}", caught.value)
+@pytest.mark.parametrize("whole", [[], ("a", "b"), (), None, {"x": 3}, {}, torch.tensor(3.0), iter([1])], ids=str)
+def test_what_holds_no_samples(whole: Any) -> None:
+    """Whether `collate` would make a batch of them or not."""
+    if whole != ("a", "b"):
+        with pytest.raises(BatchError, match=r"a list of samples\.|this batch is empty"):
+            Batch.of(whole, collate=list)
+    with pytest.raises(BatchError, match="no tensor with samples"):
+        Batch.of(whole)
 
 
 @pytest.mark.parametrize(
@@ -125,20 +119,6 @@ def test_a_list_of_one_entry_per_sample_is_told_how_to_pass(batch: Any) -> None:
     """Images of any size, and their targets: their channels are no samples."""
     with pytest.raises(BatchError, match=r"(?s)of 5, one for each sample.*collate_fn=list.*Options\(collate="):
         Batch.of(batch)
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (([torch.zeros(6, 3), torch.zeros(6, 3)], torch.zeros(6)), 6),  # two views
-        (([torch.zeros(2, 3), torch.zeros(2, 3)], torch.zeros(2)), 2),
-        ({"levels": [torch.zeros(6, 3), torch.zeros(6, 5)]}, 6),
-        (([torch.zeros(6, 3), torch.zeros(6, 3)], torch.zeros(6), torch.zeros(3)), 6),
-    ],
-)
-def test_a_list_of_tensors_with_rows_is_cut_by_rows(batch: Any, size: int) -> None:
-    """As before."""
-    assert Batch.of(batch).size == size
 
 
 def test_what_is_shared_is_remembered_by_its_path() -> None:
@@ -178,13 +158,12 @@ def test_arrays_may_be_written_into() -> None:
     """Nothing tells when an array was changed, so every micro-batch has its own: those that all share, too."""
     x, weight = np.arange(12.0).reshape(4, 3), np.ones(3)
     batch = Batch.of({"x": x, "weight": weight, "tensor": torch.zeros(4)})
-    for indices in (slice(0, 4), slice(1, 3), [2, 0]):
+    for indices in (slice(0, 4), [2, 0]):
         taken = batch.take(indices)
         taken["x"] -= 5
         taken["weight"][:] = 0
-    assert np.array_equal(x, np.arange(12.0).reshape(4, 3))
-    assert np.array_equal(weight, np.ones(3))
-    batch.refuse_changed()
+    assert x.sum() == 66
+    assert weight.sum() == 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,19 +256,8 @@ def test_what_is_not_per_sample() -> None:
     """Numbers are stacked, other shapes and other things make lists, nothing stays nothing."""
     assert joined([None, None], [2, 1], None) is None
     assert joined([torch.tensor(1.0), torch.tensor(2.0)], [2, 1], None).tolist() == [1, 2]
-    assert joined([torch.zeros(5), torch.ones(5)], [2, 1], None).shape == (2, 5)
     assert [part.shape[0] for part in joined([torch.zeros(5), torch.ones(4)], [2, 1], None)] == [5, 4]
     assert joined([{"a": "x"}, {"a": "y"}], [2, 1], None) == {"a": ["x", "y"]}
-    with pytest.raises(ConfigurationError, match="differ in structure"):
-        joined([{"a": 1}, {"b": 1}], [2, 1], None)
-    with pytest.raises(ConfigurationError, match="differ in structure"):
-        joined([None, {"b": torch.zeros(1)}], [2, 1], None)
-
-
-def test_extras_keep_no_graph() -> None:
-    """Wherever in them a tensor is."""
-    x = torch.zeros(3, requires_grad=True) * 2
-    found = detached({"a": [x, (x, 1)], "b": x})
-    tensors = [leaf for _, leaf in leaves(found) if isinstance(leaf, Tensor)]
-    assert len(tensors) == 3
-    assert not any(leaf.requires_grad for leaf in tensors)
+    for other in ({"b": 1}, None):
+        with pytest.raises(ConfigurationError, match="differ in structure"):
+            joined([{"a": 1}, other], [2, 1], None)

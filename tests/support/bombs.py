@@ -25,13 +25,20 @@ OUT_OF_MEMORY: list[Callable[[], BaseException]] = [
         "allocate 41000000000 bytes. Error code 12 (Cannot allocate memory)"
     ),
     MemoryError,
+    lambda: _caused(RuntimeError("backend failed"), MemoryError()),
 ]
 OTHER: list[Callable[[], BaseException]] = [
     lambda: ValueError("user error"),
     KeyboardInterrupt,
     lambda: RuntimeError("device-side assert triggered"),
     lambda: StopIteration("done"),
+    lambda: ValueError("out of memory"),  # a text alone makes no error of memory
 ]
+
+
+def _caused(error: BaseException, by: BaseException) -> BaseException:
+    error.__cause__ = by
+    return error
 
 
 @dataclass

@@ -54,8 +54,7 @@ class Streams:
         self._begun: dict[int, list[Tensor]] = {}  # where each stream begins
         self._left: list[Tensor] = []  # where the latest forward to end has left them
         self._drawn: set[int] = set()
-        digests = [hashlib.sha256(state.numpy().tobytes()).digest() for state in self._before]
-        self._seeds = [[_seed(digest, each) for digest in digests] for each in range(number)]
+        self._seeds = [[_seed(state, each) for state in self._before] for each in range(number)]
 
     def begin(self, number: int) -> None:
         """Put a micro-batch's stream in force, from its beginning."""
@@ -153,6 +152,6 @@ def _defaults(devices: frozenset[torch.device]) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda._get_generator(each) for each in on_cuda)]  # noqa: SLF001 - of "cuda", too
 
 
-def _seed(digest: bytes, number: int) -> int:
-    found = hashlib.sha256(digest + number.to_bytes(_SEED_BYTES, "little")).digest()
+def _seed(state: Tensor, number: int) -> int:
+    found = hashlib.sha256(state.numpy().tobytes() + number.to_bytes(_SEED_BYTES, "little")).digest()
     return int.from_bytes(found[:_SEED_BYTES], "little") >> 1
