@@ -113,7 +113,7 @@ class _Chain:
 
     def read(self, edge: Edge, trail: Trail) -> Reduced:
         """Walk on below and say what the samples' own reduction was over."""
-        samples = Samples(trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
+        samples = Samples(trail)
         if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
             is_mean = "Mean" in self.kinds
             nothing = Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum")
@@ -150,8 +150,6 @@ class _Chain:
         return Reduced(term, tuple(factors_below(edge)), sizes, empty=0 in self.counts)
 
     def _level(self, samples: Samples) -> int:
-        if samples.one_by_one and len(self.kinds) > 1:
-            raise refusals.lone_rows()
         if samples.axes:
             first, seen = samples.axes[0], {axis.reduction for axis in samples.axes}
             if first.lone and any(n == 1 and level not in seen for level, n in enumerate(self.counts)):
@@ -164,7 +162,7 @@ class _Chain:
         if len(self.kinds) > 1 or not _is_of_classes(edge):
             return frozenset()
         sizes = size_of(edge)
-        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else {1.0})
+        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else ())
 
 
 def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
@@ -186,21 +184,16 @@ def _is_of_classes(edge: Edge) -> bool:
     return node is not None and operation(node) == "LogSoftmax" and shape(node) != (1,)
 
 
-def _is_one_distribution(edge: Edge) -> bool:
-    """Tell cross-entropy with class probabilities of a single sample, without a batch dimension."""
-    return len(size_of(edge)) == 1 and _is_of_classes(edge)
-
-
 def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
     sizes = next(size_of(edge) for edge in edges(node) if edge[0] is not None)
     how, nll, rows = saved(node, "reduction"), name in NLL, name in ROW_LOSSES
     axes: list[Dim] = [((size, Axis(0, dim)),) for dim, size in enumerate(sizes)]
-    classes = [1 if len(sizes) > 1 else 0] if nll else range(1, len(sizes)) if rows else []
+    classes = [1 if len(sizes) > 1 else 0] if nll else range(len(sizes) > 1, len(sizes)) if rows else []
     for dim in classes:
         axes[dim] = ((sizes[dim], name),)
     count = targets(node) if nll and how == MEAN else 1.0
-    samples = Samples(trail, unbatched=(nll or rows) and len(sizes) == 1)
+    samples = Samples(trail)
     for edge in edges(node) if 0 not in sizes else ():
         if edge[0] is not None and size_of(edge) == sizes:
             samples.walk(edge, tuple(axes))
@@ -211,13 +204,12 @@ def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     if samples.data:
         samples.refuse_spread()
     if how == SUM:
-        ones = frozenset({1.0} if samples.unbatched else ())
         parts = [part for dim in axes for part in dim]
         term = Term(None, "sum", 1.0, name, chosen=samples.taken)
-        return Reduced(term, sizes=_sizes_of(samples, parts, ones), empty=0 in sizes)
+        return Reduced(term, sizes=_sizes_of(samples, parts, frozenset()), empty=0 in sizes)
     size = float(math.prod(size for dim, size in enumerate(sizes) if dim not in classes))
     if not nll:
-        return Reduced(Term(None, "mean", 1.0 if samples.unbatched else size, name, chosen=samples.taken))
+        return Reduced(Term(None, "mean", size, name, chosen=samples.taken))
     return Reduced(Term(None, "mean", count, name, source=node, about=size, chosen=samples.taken))
 
 

@@ -14,10 +14,10 @@ from torch.autograd.graph import Node
 from bigbatch.errors import LossError
 from bigbatch.loss import graph, refusals, rules
 from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
-from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, matches, sample_axes, without_slivers
+from bigbatch.loss.layout import Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.origin import Origin, Trail, by_number, is_made_of, saved_factor
 from bigbatch.loss.rules import MASKED_POINTWISE, MATMULS, NORMS, Inputs, Rule
-from bigbatch.loss.selections import PUTS, TAKES, Place, copy_slices, put_back, rows_put_back, rule_of
+from bigbatch.loss.selections import PUTS, TAKES, Place, copy_slices, put_back, rule_of
 
 _HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
@@ -114,7 +114,6 @@ class Samples:
     """What the walk below one reduction found."""
 
     trail: Trail
-    unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
     data: bool = False  # the model's output was met
     gradless: bool = False  # a tensor without gradient was met: data, or a constant
@@ -124,12 +123,7 @@ class Samples:
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
     batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
     placed: bool = False  # a recurrent layer has told where they lie
-    one_by_one: bool = False  # samples came in a stack that is not followed to their rows
-    _stacked: bool = False  # a stack was met
-    _outermost: set[Tag] = field(default_factory=set)  # of outputs
     _product: str = "Expand"  # what may have set samples against each other
-    _crossed: bool = False  # one with several results of an unbind in one row
-    _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
     _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
@@ -202,25 +196,11 @@ class Samples:
         """An operation on the way, which has no weights."""
         written = rule is copy_slices
         inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
-        if name == "Stack":
-            (unbinds, crossed), rows = rows_put_back(node), layout[saved_dim(node, "dim", len(layout))]
-            self._stacked, self._crossed = True, self._crossed or crossed
-            for unbind in unbinds:
-                if not _same_rows(self._rows.setdefault(unbind, rows), rows):  # rows that met others on one way
-                    self._rows[unbind] = ((graph.results(unbind), name),)
-                    inputs = [*inputs, *(self._unbound(each, below) for each, _, below in self._seen if each is unbind)]
-        elif node in self._rows:
-            inputs = [self._unbound(node, layout)]
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is rules.pointwise or (rule is rules.fused_loss and saved(node, "reduction") == rules.NONE):
             self.note(node, name, shape(node, output), layout)
         return inputs
-
-    def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
-        """Give the layout before an unbind whose results were stacked again."""
-        dim = saved_dim(node, "dim", len(layout) + 1)
-        return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
@@ -317,10 +297,7 @@ class Samples:
             return
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
-            if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
-                return
             raise _refusal(found, chosen=bool(self.chosen))
-        self._outermost.update(tag for _, tag in layout[dims[0]][:1])
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
@@ -378,12 +355,6 @@ class Samples:
 
     def refuse_spread(self) -> None:
         """Raise where an operation may have set samples against others, which have no gradient."""
-        # Where samples lie outermost in another output, what was unbound are steps, as inside of an LSTM.
-        if UNBOUND in self._outermost and not any(isinstance(tag, Axis) for tag in self._outermost):
-            if self._crossed:
-                raise refusals.coupled("Unbind")
-            self.one_by_one = self._stacked
-            self.trail.unbound.update(node for node, _, _ in self._seen if operation(node) == "Unbind")
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
@@ -397,10 +368,6 @@ def _refusal(name: str, *, chosen: bool) -> LossError:
         return refusals.gradless_factor("LinalgSolveTriangular")
     pooled = name in PUTS or name == "ScatterReduce"
     return refusals.pooled(name) if pooled else refusals.coupled(name, chosen=chosen)
-
-
-def _same_rows(one: Dim, other: Dim) -> bool:
-    return one == other or all(matches(a, b) for _, a in one for _, b in other)
 
 
 def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:

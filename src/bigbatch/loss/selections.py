@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.loss import graph, refusals
-from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
-from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
+from bigbatch.loss.graph import Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
+from bigbatch.loss.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
 from bigbatch.loss.rules import MATMULS, PURE_POINTWISE, RULES, Inputs, Rule, along, known, of_one, pointwise
 
 Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
-_OPERATIONS_ON_A_ROW = 64
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
 TAKES = frozenset("Index IndexSelect Gather".split())
@@ -71,10 +70,9 @@ def _split(node: Node, layout: Layout, sizes: Shape) -> Layout:
 
 @of_one("Select Unbind")
 def _select(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """One position along a dimension; of an unbind, all of them should go somewhere."""
+    """One position along a dimension."""
     dim = saved_dim(node, "dim", len(sizes))
-    tag = PICKED if operation(node) == "Select" else UNBOUND
-    return (*layout[:dim], ((sizes[dim], tag),), *layout[dim:])
+    return (*layout[:dim], ((sizes[dim], PICKED),), *layout[dim:])
 
 
 @of_one("Diagonal")
@@ -332,29 +330,3 @@ def _stack(node: Node, _output: int, layout: Layout) -> Inputs:
     """Stacking: the new dimension goes."""
     dim = saved_dim(node, "dim", len(layout))
     return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
-
-
-def rows_put_back(stack: Node) -> tuple[set[Node], bool]:
-    """Find the unbinds whose results a stack puts back in order; and tell whether it has several results in one row."""
-    reached = [_unbinds(edge) for edge in edges(stack)]
-    every = {unbind: [each.get(unbind, set[int]()) for each in reached] for each in reached for unbind in each}
-    in_order = {
-        unbind
-        for unbind, places in every.items()
-        if graph.results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
-    }
-    return in_order, any(len(found) > 1 for places in every.values() for found in places)
-
-
-def _unbinds(edge: Edge) -> dict[Node, set[int]]:
-    found, seen, stack = dict[Node, set[int]](), set[Edge](), [edge]
-    while stack and len(seen) < _OPERATIONS_ON_A_ROW:
-        node, place = stack.pop()
-        if node is None or (node, place) in seen:
-            continue
-        seen.add((node, place))
-        if operation(node) == "Unbind":
-            found.setdefault(node, set()).add(place)
-        else:
-            stack.extend(edges(node))
-    return found
