@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -31,16 +30,6 @@ _MASKED = PURE_POINTWISE | VIEWS | NLL | POINTWISE_LOSSES
 _MASKED |= frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
 
 
-class Meaning(Enum):
-    """What a division of a sum takes a mean over."""
-
-    SAMPLES = auto()
-    LIKELY = auto()  # samples, where another size is the same
-    UNTOLD = auto()  # samples or others: either is as large
-    OTHERS = auto()  # classes, features, a habit: a constant
-    NOTHING = auto()  # it is no size of the sum
-
-
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of a summed tensor: by which numbers a division makes it a mean over samples, by which one over others.
@@ -57,10 +46,13 @@ class Sizes:
         every = [math.prod(size for size, own in way if own) for way in self.ways[1:]]
         return isinstance(count, Tensor) or any(count % max(each, 1) == 0 for each in every)
 
-    def meaning(self, divisor: float, *, whole: bool) -> Meaning:
-        """Tell what a division of the sum takes a mean over; a number of samples is a `whole` one, an integer."""
+    def meanings(self, divisor: float, *, whole: bool) -> tuple[set[bool], bool]:
+        """Tell whether a division of the sum takes a mean over samples (True), or is by a constant; or may be either.
+
+        And whether it then is by the rows, as in `x.sum() / len(x)`. A number of samples is a `whole` one, an integer.
+        """
         one = whole and divisor == 1  # a count: nobody divides by 1 as such
-        means, others, steps = set[int](), set() if one else set(_HABITS), set[int]()
+        means, others, steps = set(self.rows), set() if one else set(_HABITS), set[float]()
         for way in self.ways:
             rest = {1}
             for place, (size, own) in enumerate(way):
@@ -74,18 +66,13 @@ class Sizes:
         over, beside, unclear = (
             any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others, steps - {1})
         )
-        # A sum over rows that is divided by their number.
         of_rows = [way[:1] == ((divisor, True),) for way in self.ways]
         swapped = self.time_first and of_rows[1] and len(self.ways[1]) == _SEQUENCES
-        if divisor in self.rows:
-            return Meaning.SAMPLES
-        if over and any(of_rows) and (beside or swapped):
-            return Meaning.LIKELY
-        if over and not beside:
-            return Meaning.SAMPLES
+        if divisor in self.rows or (over and not beside and not swapped):
+            return {True}, False
         if over or unclear or (one and not beside):
-            return Meaning.UNTOLD
-        return Meaning.OTHERS if beside else Meaning.NOTHING
+            return {True, False}, over and any(of_rows)
+        return {False} if beside else set(), False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +114,25 @@ def _read(factor: Node, sizes: Sizes | None, trail: Trail) -> float | LossError 
     if number is None or sizes is None:
         return refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
     divides, divisor = name == "Div", abs(number) if name == "Div" else 1 / abs(number)
-    meaning = sizes.meaning(divisor, whole=divides and _is_whole(factor))
+    means, likely = sizes.meanings(divisor, whole=divides and _is_whole(factor))
     # As in all graphs of this kind that could be read in one way only; where those differ, it cannot be told.
     seen: set[bool] = trail.precedents.setdefault(trail.kind(name), set())
-    over_samples: bool | None = None
-    if meaning in {Meaning.SAMPLES, Meaning.OTHERS}:
-        over_samples = meaning is Meaning.SAMPLES
-        seen.add(over_samples)
-    elif meaning is Meaning.NOTHING:  # a whole number may be a count of something else
-        over_samples = None if divides and divisor == round(divisor) else False
-    elif seen:
-        over_samples = next(iter(seen)) if len(seen) == 1 else None
-    elif not divides and divisor in _HABITS:
-        over_samples = False
-    elif meaning is Meaning.LIKELY or trail.known.divisors:
-        over_samples = True
-    if meaning is Meaning.LIKELY and not seen and not trail.known.divisors:
-        by, what = "divided by" if divides else "times", "a mean over samples" if over_samples else "a constant"
-        warnings.warn(_LIKELY.format(by, number, what), stacklevel=outside())
-    if over_samples is None:
+    if len(means) == 1:
+        seen |= means
+    elif means and seen:
+        means = seen
+    elif means:
+        is_habit = not divides and divisor in _HABITS
+        if is_habit or likely or trail.known.divisors:
+            means = {not is_habit}
+        if likely and not trail.known.divisors:
+            by, what = "divided by" if divides else "times", "a constant" if is_habit else "a mean over samples"
+            warnings.warn(_LIKELY.format(by, number, what), stacklevel=outside())
+    elif not (divides and divisor == round(divisor)):  # a whole number may be a count of something else
+        means = {False}
+    if len(means) != 1:
         return refusals.scaled_sum(name, f"the number {number:g}")
-    return float(round(divisor)) if over_samples else None
+    return float(round(divisor)) if True in means else None
 
 
 def _is_whole(division: Node) -> bool:
@@ -259,7 +244,7 @@ def _divisor(division: Node, sizes: Sizes | None, trail: Trail) -> Divisor | Non
         for each in (1.0, *features):
             if total and abs(number - total * each) <= _ROUNDING * number:
                 found.setdefault((place, each == 1), Divisor(place, each))
-    if sizes is not None and sizes.meaning(number, whole=True) is Meaning.SAMPLES:
+    if sizes is not None and sizes.meanings(number, whole=True)[0] == {True}:
         found[0, True] = Divisor(0, number)
     kept = found.keys() & (before or found.keys())
     if not kept:

@@ -52,9 +52,6 @@ def read_reduction(edge: Edge, trail: Trail) -> Reduced | list[tuple[Edge, tuple
             pass  # of one number: itself
         elif name in {"Mean", "Sum"}:
             chain.reduce(node, name)
-        elif name == "Dot":
-            chain.dot(node)
-            break
         elif name in LINEAR:
             rule = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
@@ -91,7 +88,6 @@ class _Chain:
     kinds: list[str] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     means: list[Node] = field(default_factory=list)
-    below: list[Edge] = field(default_factory=list)
 
     def reduce(self, node: Node, name: str) -> None:
         """Pass a mean or a sum: the dimensions it took away come back as axes."""
@@ -103,29 +99,14 @@ class _Chain:
         if name == "Mean":
             self.means.append(node)
 
-    def dot(self, node: Node) -> None:
-        """Pass a dot product: the sum of a pointwise product."""
-        self.below = list(edges(node))
-        (size,) = next(size_of(edge) for edge in self.below if edge[0] is not None)
-        self.layout = (((size, Axis(len(self.kinds), 0)),),)
-        self.kinds.append("Sum")
-        self.counts.append(size)
-
     def read(self, edge: Edge, trail: Trail) -> Reduced:
         """Walk on below and say what the samples' own reduction was over."""
-        samples = Samples(trail)
-        if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
+        if 0 in self.counts:  # over nothing, and nothing to look at
             is_mean = "Mean" in self.kinds
             nothing = Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum")
             return Reduced(nothing, empty=True)
-        for below in self.below or [edge]:
-            if below[0] is None:
-                samples.gradless = True
-            else:
-                samples.walk(below, self.layout)
-        return self._over(samples, edge)
-
-    def _over(self, samples: Samples, edge: Edge) -> Reduced:
+        samples = Samples(trail)
+        samples.walk(edge, self.layout)
         if samples.shared and not samples.data:
             return Reduced(once(self.kinds[0]))  # the same in every micro-batch
         if samples.data:
@@ -133,13 +114,13 @@ class _Chain:
         level = self._level(samples)
         if len(self.kinds) > 1 and not samples.trail.is_as_before("level", level):
             raise refusals.lone_rows()  # in a micro-batch of one, another dimension of 1 was taken for the samples'
-        name, parts = self.kinds[level], self.below or [edge]
+        name = self.kinds[level]
         if not samples.data and not samples.gradless:
             return Reduced(once(name))
         doubtful, chosen = samples.doubtful, samples.taken
         if name == "Mean":
             return Reduced(Term(None, "mean", float(self.counts[level]), name, doubtful=doubtful, chosen=chosen))
-        if all(is_made_of(Origin.PARAMETERS, part, samples.trail) for part in parts):
+        if is_made_of(Origin.PARAMETERS, edge, samples.trail):
             return Reduced(once(name))
         if not samples.data:
             raise refusals.data_or_constant(name)
@@ -147,7 +128,7 @@ class _Chain:
             raise refusals.scaled_sum("Mean", "a number")
         sizes = _sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
         term = Term(None, "sum", 1.0, name, doubtful=doubtful, chosen=chosen)
-        return Reduced(term, tuple(factors_below(edge)), sizes, empty=0 in self.counts)
+        return Reduced(term, tuple(factors_below(edge)), sizes)
 
     def _level(self, samples: Samples) -> int:
         if samples.axes:

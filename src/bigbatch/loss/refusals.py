@@ -131,7 +131,7 @@ def nonlinear(name: str, *, root: bool = False) -> LossError:
         counts = ("torch.nanmean(x)", "(~x.isnan()).sum()"), ("torch.nansum(x)", "'sum'")
         problem = f"{_OVER} NansumBackward keeps no count of what is not NaN."
         return _refused(UnreadableLoss, problem, "{}\nor  {}", *counts)
-    if name in {"Mm", "Bmm", "Mv"}:
+    if name in {"Mm", "Bmm", "Mv", "Dot", "Vdot"}:
         problem = (
             f"cannot tell what this loss was summed over: found {name}Backward, which makes one number of a batch."
         )

@@ -2,9 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from bigbatch.loss.graph import Shape, edges, operation, saved, saved_dim, saved
 from bigbatch.loss.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
 from bigbatch.loss.rules import MATMULS, PURE_POINTWISE, RULES, Inputs, Rule, along, known, of_one, pointwise
 
-Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
 TAKES = frozenset("Index IndexSelect Gather".split())
@@ -262,12 +259,10 @@ def put_back(layout: Layout, node: Node | None) -> Layout:
 
 
 @known("CopySlices")
-def copy_slices(
-    node: Node, _output: int, layout: Layout, place: Callable[[list[Place]], Place | None] | None = None
-) -> Inputs:
+def _copy_slices(node: Node, _output: int, layout: Layout) -> Inputs:
     """A part written over, `out[t] = x`: the rest stays where it is, and so do the dimensions of what was written.
 
-    The graph does not say where it was written. It is told by sizes, where only one place fits; or `place` chooses one.
+    The graph does not say where it was written. It is told by sizes, where only one place fits.
     """
     (base, *values), name, whole = edges(node), operation(node), shape(node)
     result: Inputs = [(base, layout)] if base[0] is not None else []
@@ -279,10 +274,9 @@ def copy_slices(
         fits = [dims for dims in every if sizes == tuple(whole[dim] for dim in dims)] or [
             dims for dims in every if all(n <= whole[dim] for n, dim in zip(sizes, dims, strict=True))
         ]
-        dims = place(fits) if place is not None else fits[0] if len(fits) == 1 else None
-        if dims is None:
+        if len(fits) != 1:
             raise refusals.written(name)
-        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, dims, strict=True)]
+        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, fits[0], strict=True)]
         result.append((value, tuple(found)))
     return result
 
