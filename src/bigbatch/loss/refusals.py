@@ -70,8 +70,7 @@ slope = _unread(
     "If the mean is over each sample's own parts:  ",
     kind=CoupledLoss,
 )
-custom = _unread(f"{_OVER} found {{name}}Backward, a custom function, which hides its reduction.")
-compiled = _unread(f"{_OVER} found {{name}}Backward, a compiled function, which hides its reduction.")
+custom = _unread(f"{_OVER} found {{name}}Backward, a custom or compiled function, which hides its reduction.")
 # A count behind a saved-tensor hook.
 hidden = _unread(
     f"{_OVER} {{name}}Backward keeps its count behind a saved-tensor hook (a checkpointed or offloaded loss).",
@@ -111,11 +110,6 @@ def zero_beside_mean() -> LossError:
 
 def changing_factor(name: str, before: str, now: str) -> LossError:
     """Refuse a factor that is not constant over the window, as NaN never is."""
-    if "nan" in now.split(" x "):
-        return UnreadableLoss(
-            f"this loss is multiplied by NaN: the factor of {name} is {now}.",
-            fix="a factor that is a number; look for 0 / 0, inf - inf, the mean of no elements",
-        )
     return _refused(
         UnreadableLoss,
         f"the factor of {name} is not the same in all micro-batches of this window: {before} before and {now} now. It "
@@ -125,8 +119,8 @@ def changing_factor(name: str, before: str, now: str) -> LossError:
     )
 
 
-def nonlinear(name: str, *, root: bool = False) -> LossError:
-    """Refuse a function above the mean, which does not add up; `root`: it is a root, as of RMSE."""
+def nonlinear(name: str) -> LossError:
+    """Refuse a function above the mean, which does not add up."""
     if name == "Nansum":
         counts = ("torch.nanmean(x)", "(~x.isnan()).sum()"), ("torch.nansum(x)", "'sum'")
         problem = f"{_OVER} NansumBackward keeps no count of what is not NaN."
@@ -136,11 +130,11 @@ def nonlinear(name: str, *, root: bool = False) -> LossError:
             f"cannot tell what this loss was summed over: found {name}Backward, which makes one number of a batch."
         )
         return _refused(UnreadableLoss, problem, "(a * b).sum()\nor  {}", ("loss", "'sum'"))
-    instead = "F.mse_loss(prediction, target), which has the same minimum" if root else "f below the mean"
     return _refused(
         UnreadableLoss,
         f"this loss does not add up over micro-batches: found {name}Backward above its mean: nonlinear in a mean.",
-        f"{instead}; or across.once(f(across.mean(x))) in a BigStep; counted(term, 'once') for a term of parameters\n"
+        "f below the mean (for RMSE: F.mse_loss, which has the same minimum); or across.once(f(across.mean(x))) in a "
+        "BigStep; counted(term, 'once') for a term of parameters\n"
         "If there is no batch mean below it:  {}",
         ("loss", "n"),
     )
@@ -166,19 +160,10 @@ def shared_alone(values: Sequence[float]) -> LossError:
     )
 
 
-def asked_since() -> LossError:
-    """Refuse a loss since something asked for all samples: it may have been this loss."""
-    return CoupledLoss(
-        "all samples of the big batch were asked for (bigbatch.across) since the last accumulator.backward, without "
-        "gradient: this loss may be made of them.",
-        fix=f"{_BIG_STEP}\nFor validation:  with torch.no_grad(): ...",
-    )
-
-
 def alone() -> LossError:
     """Refuse `across` outside of a BigStep."""
     return CoupledLoss(
-        "this loss asks for all samples of the big batch (bigbatch.across), and an Accumulator gets one micro-batch "
-        "after the other.",
-        fix=_BIG_STEP,
+        "an Accumulator gets one micro-batch after the other, and all samples of the big batch were asked for "
+        "(bigbatch.across) since the last accumulator.backward: this loss is made of them, or may be.",
+        fix=f"{_BIG_STEP}\nFor validation:  with torch.no_grad(): ...",
     )

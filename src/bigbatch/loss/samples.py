@@ -228,8 +228,8 @@ class Samples:
             return beside
         if matrix:
             for place, which in ((0, data), (1, weight)):
-                if inputs[which][0][0] is None and not self._is_batched(node, name, place, layout):
-                    self._factor_without_gradient(node, name, place, layout)
+                if inputs[which][0][0] is None and self._is_frozen(node, name, place, layout):
+                    self._model(layout, tuple(range(len(layout))))
                     return []  # a frozen layer is the model's edge as a trained one is
         self._product = name
         if inputs[data][0][0] is None:
@@ -267,24 +267,22 @@ class Samples:
             return []
         return [inputs[which] for which in own_side]
 
-    def _is_batched(self, node: Node, name: str, place: int, layout: Layout) -> bool:
-        """Whether a factor without gradient is one matrix per sample: then each meets its own, if samples lie there."""
-        tensor = saved_tensor(node, saved_factor(name, place))
-        if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.trail.known.is_weight(tensor):
-            return False
+    def _is_frozen(self, node: Node, name: str, place: int, layout: Layout) -> bool:
+        """Tell whether a factor without gradient is a frozen weight; else it is one matrix per sample, or refused.
+
+        One per sample leaves them apart, if samples lie along the dimensions of the batched product.
+        """
+        which = saved_factor(name, place)
+        tensor = saved_tensor(node, which)
+        if tensor is not None and self.trail.known.is_weight(tensor):
+            self.trail.weights.append((node, which))
+            return True
+        if not layout[:-2] or tensor is None or tensor.stride(0) == 0:
+            raise refusals.gradless_factor(name)
         self.gradless = self.trail.passing = True
         apart = (part for dim in without_slivers(layout[:-2]) for part in dim)
         self.batched.append((name, tuple(tag for _, tag in apart if isinstance(tag, Axis))))
-        return True
-
-    def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
-        """A frozen weight or batch data? Only the first leaves the rows apart."""
-        which = saved_factor(name, place)
-        tensor = saved_tensor(node, which)
-        if tensor is None or not self.trail.known.is_weight(tensor):
-            raise refusals.gradless_factor(name)
-        self.trail.weights.append((node, which))
-        self._model(layout, tuple(range(len(layout))))
+        return False
 
     def _model(
         self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False

@@ -19,7 +19,6 @@ from bigbatch.loss.graph import Edge, edges, operation, python_number, saved
 from bigbatch.loss.origin import Origin, Trail, is_made_of
 from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction
 
-_ROOT = 0.5
 _ZERO = "zero"  # what a term is called that a factor of zero leaves out
 
 
@@ -90,7 +89,7 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
         return once(name, node)
     if is_made_of(Origin.BESIDE, place.edge, trail):
         raise refusals.data_or_constant(name)
-    raise refusals.nonlinear(name, root=name == "Sqrt" or graph.saved_number(node, "exponent") == _ROOT)
+    raise refusals.nonlinear(name)
 
 
 def _is_zero(node: Node, trail: Trail) -> bool:
@@ -109,7 +108,7 @@ def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_P
         raise refusals.alone()
     if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
         return [place._replace(edge=edges(node)[output])]
-    raise refusals.compiled(name) if name == "CompiledFunction" else refusals.custom(name)
+    raise refusals.custom(name)
 
 
 def _sum(place: _Place, node: Node, trail: Trail) -> Term | list[_Place]:

@@ -221,7 +221,7 @@ class Questions:
         elif times_asked(in_training=True) != self._in_training or (self._refused and self._refused() is loss):
             self._in_training, self.anywhere = times_asked(in_training=True), -1  # look again
             self._refused = weakref.ref(loss)
-            raise refusals.alone() if scan(loss).alone else refusals.asked_since()
+            raise refusals.alone()
         self.anywhere, self._refused = asked_anywhere[0], None
 
 
