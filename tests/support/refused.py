@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 from tests.support.losses import (
-    WEIGHT,
     Computed,
     Factors,
     Grid,
-    log_probs,
-    masked_mean_per_sequence,
     squares,
     twice,
     two_heads,
@@ -31,7 +28,6 @@ from tests.support.losses import (
 from tests.support.samples import (
     CLASSES,
     STEPS,
-    Attention,
     Batch,
     Line,
     Loss,
@@ -122,8 +118,6 @@ def ranged(batch: Batch) -> Tensor:
 
 UNREADABLE = [
     Refused("sum-over-number", mlp(), rows, lambda m, b: squares(m, b).sum() / 100, names="div"),
-    Refused("ce-sum-over-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / 100, names="div"),
-    Refused("mse-sum-over-number", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"], reduction="sum") / 100, names="div"),
     Refused("time-major-sum-over-steps", mlp(), sequences, lambda m, b: F.mse_loss(m(b["x"]).transpose(0, 1), b["value"].transpose(0, 1), reduction="sum") / STEPS, names="div", smallest=2),
     Refused("sum-over-tensor", mlp(), sequences, masked_by_hand, names="div"),
     Refused("sum-times-tensor", mlp(), rows, lambda m, b: squares(m, b).sum() * torch.tensor(0.01, dtype=torch.float64), names="mul"),
@@ -133,32 +127,13 @@ UNREADABLE = [
     Refused("factors-fixed-rows", seeded(Factors), rows, lambda m, _: m.users[[0, 2]].square().sum(), names="data or a regularizer.*sum"),
     Refused("custom-above", mlp(), rows, lambda m, b: square(squares(m, b).mean()), names="Square"),
     Refused("custom-below", mlp(), rows, lambda m, b: square(m(b["x"]) - b["value"]).mean(), names="Square"),
-    Refused("custom-deep-below", mlp(), rows, lambda m, b: F.cross_entropy(square(m(b["x"])).tanh(), b["label"]), names="Square"),
     Refused("custom-beside-parameter", seeded(Tempered), rows, lambda m, b: (m.s * square(m(b["x"]))).mean(), names="Square"),
     Refused("compiled-loss", mlp(), rows, lambda m, b: compiled(mean_square)(m(b["x"]), b["value"]), names="compile"),
     Refused("root-of-mean", mlp(), rows, lambda m, b: squares(m, b).mean().sqrt(), names="sqrt"),
-    Refused("root-of-mse", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"]) ** 0.5, names="pow"),
-    Refused("square-of-mean", mlp(), rows, lambda m, b: m(b["x"]).mean() ** 2, names="pow"),
-    Refused("log-of-mean", mlp(), rows, lambda m, b: squares(m, b).mean().log(), names="log"),
-    Refused("perplexity", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]).exp(), names="exp"),
     Refused("focal-on-mean", mlp(), rows, focal_on_mean, names="mul|pow|exp"),
     Refused("product-of-means", mlp(), rows, lambda m, b: two_heads(m, b)[0] * two_heads(m, b)[1], names="mul"),
-    Refused("ratio-of-means", mlp(), rows, lambda m, b: two_heads(m, b)[0] / two_heads(m, b)[1], names="div"),
-    Refused("one-over-mean", mlp(), rows, lambda m, b: 1 / squares(m, b).mean(), names="reciprocal|div"),
-    Refused("absolute-mean", mlp(), rows, lambda m, b: m(b["x"]).mean().abs(), names="abs"),
-    Refused("hinge-on-mean", mlp(), rows, lambda m, b: (squares(m, b).mean() - 0.1).relu(), names="relu"),
-    Refused("larger-mean", mlp(), rows, lambda m, b: torch.maximum(*two_heads(m, b)), names="max"),
     Refused("norm-of-terms", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).norm(), names="norm"),
-    Refused("product-of-terms", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).prod(), names="prod"),
-    Refused("geometric-mean", mlp(), rows, lambda m, b: squares(m, b).log().mean().exp(), names="exp"),
-    Refused("log-of-sum", mlp(), rows, lambda m, b: m(b["x"]).exp().sum().log(), names="log"),
-    Refused("root-beside-mean", mlp(), rows, lambda m, b: squares(m, b).mean() + 0.1 * squares(m, b).mean().sqrt(), names="sqrt"),
-    Refused("norm", mlp(), rows, lambda m, b: (m(b["x"]) - b["value"]).norm(), error=LossError, names="norm"),
     Refused("logsumexp", mlp(), rows, lambda m, b: m(b["x"]).logsumexp((0, 1)), error=LossError, names="logsumexp"),
-    Refused("largest", mlp(), rows, lambda m, b: squares(m, b).max(), error=LossError, names="max"),
-    Refused("median", mlp(), rows, lambda m, b: squares(m, b).median(), error=LossError, names="median"),
-    Refused("variance", mlp(), rows, lambda m, b: m(b["x"]).var(), error=LossError, names="var"),
-    Refused("product", mlp(), rows, lambda m, b: m(b["x"]).prod(), error=LossError, names="prod"),
     Refused("line-sum", seeded(Line), rows, lambda m, b: line_errors(m, b).sum(), names="data or a regularizer.*sum"),
     Refused("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + orthogonality(m), names="data or a regularizer.*mean"),
     Refused("stack-of-one", mlp(), rows, lambda m, b: torch.stack([squares(m, b).mean()]).mean(), names="which of two means", late=True),
@@ -183,12 +158,6 @@ def clip(model: Any, batch: Batch) -> Tensor:
     return (F.cross_entropy(logits, ranged(batch)) + F.cross_entropy(logits.t(), ranged(batch))) / 2
 
 
-def clip_scaled_last(model: Any, batch: Batch) -> Tensor:
-    """CLIP, the temperature above the product: the first operation that holds a parameter is not the model."""
-    a, b = normalized(model, batch)
-    return F.cross_entropy(model.s.exp() * (a @ b.t()), ranged(batch))
-
-
 def nt_xent(model: Any, batch: Batch) -> Tensor:
     """SimCLR: 2 n views, each against all others."""
     z = torch.cat(normalized(model, batch))
@@ -197,29 +166,12 @@ def nt_xent(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, (torch.arange(2 * n) + n) % (2 * n))
 
 
-def sup_con(model: nn.Module, batch: Batch) -> Tensor:
-    """Supervised contrast: every sample of the same class is a positive."""
-    z = torch.cat(normalized(model, batch))
-    label = batch["label"].repeat(2)
-    itself = torch.eye(len(z), dtype=torch.bool)
-    positive = (label[:, None] == label) & ~itself
-    log_prob = (z @ z.t() / 0.5).masked_fill(itself, -1e9).log_softmax(1)
-    return -((log_prob * positive).sum(1) / positive.sum(1)).mean()
-
-
 def simclr_filled(model: nn.Module, batch: Batch) -> Tensor:
     """SimCLR whose diagonal is written over."""
     z = torch.cat(normalized(model, batch))
     n, similar = len(batch["x"]), z @ z.t() / 0.5
     similar.fill_diagonal_(-1e9)
     return F.cross_entropy(similar, (torch.arange(2 * n) + n) % (2 * n))
-
-
-def siglip(model: Any, batch: Batch) -> Tensor:
-    """Pairwise sigmoid contrast with learned temperature and bias."""
-    a, b = normalized(model, batch)
-    logits = a @ b.t() * model.s.exp() + model.t
-    return -F.logsigmoid((2 * torch.eye(len(a), dtype=torch.float64) - 1) * logits).sum(1).mean()
 
 
 def dice(model: nn.Module, batch: Batch, dims: tuple[int, ...]) -> Tensor:
@@ -241,13 +193,6 @@ def barlow_twins(model: nn.Module, batch: Batch) -> Tensor:
     return (correlation - EYE).pow(2).mean()
 
 
-def vicreg_covariance(model: nn.Module, batch: Batch) -> Tensor:
-    """Off-diagonal covariance over the batch."""
-    z = model(batch["x"])
-    z = z - z.mean(0)
-    return ((z.t() @ z / len(z)) * (1 - EYE)).pow(2).mean()
-
-
 def load_balancing(model: nn.Module, batch: Batch) -> Tensor:
     """Switch Transformer's auxiliary loss: share of samples times mean probability, per expert; the gate is noisy."""
     probs = (model(batch["x"]) + batch["value"]).softmax(1)
@@ -262,24 +207,11 @@ def correlation(model: nn.Module, batch: Batch) -> Tensor:
     return 1 - (x * y).sum() / (x.norm() * y.norm() + 1)
 
 
-def correlation_cosine(model: nn.Module, batch: Batch) -> Tensor:
-    """The same by cosine similarity along the batch, per feature."""
-    x = model(batch["x"])
-    return 1 - F.cosine_similarity(x - x.mean(0), batch["value"] - batch["value"].mean(0), dim=0).mean()
-
-
 def index_pairs(model: nn.Module, batch: Batch) -> Tensor:
     """Differences of all pairs, by index."""
     z = model(batch["x"])
     i, j = torch.triu_indices(len(z), len(z))
     return (z[i] - z[j]).abs().mean()
-
-
-def index_select_pairs(model: nn.Module, batch: Batch) -> Tensor:
-    """Products of all pairs, by index_select."""
-    z = model(batch["x"])
-    i, j = torch.triu_indices(len(z), len(z))
-    return (z.index_select(0, i) * z.index_select(0, j)).tanh().mean()
 
 
 def mixup(model: nn.Module, batch: Batch) -> Tensor:
@@ -292,26 +224,6 @@ def hard_examples(model: nn.Module, batch: Batch) -> Tensor:
     """The worse half of the batch."""
     each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
     return each.topk((len(each) + 1) // 2).values.mean()
-
-
-def batch_hard_triplets(model: nn.Module, batch: Batch) -> Tensor:
-    """The farthest positive and the nearest negative of the batch."""
-    z = model(batch["x"])
-    distance = torch.cdist(z, z)
-    same = batch["label"][:, None] == batch["label"]
-    farthest = (distance * same).amax(1)
-    nearest = (distance + 10 * same).amin(1)
-    return (farthest - nearest + 1).relu().mean()
-
-
-def mmd(model: nn.Module, batch: Batch) -> Tensor:
-    """Maximum mean discrepancy between outputs and targets."""
-    x, y = model(batch["x"]), batch["value"]
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return (-(a[:, None] - b[None]).pow(2).sum(2)).exp()
-
-    return kernel(x, x).mean() - 2 * kernel(x, y).mean()
 
 
 def attended(model: nn.Module, batch: Batch) -> Tensor:
@@ -349,99 +261,51 @@ def computed(model: Any, batch: Batch, weight: Tensor) -> Tensor:
 
 COUPLED = [
     Refused("clip", seeded(Tempered), rows, clip, error=CoupledLoss, names="mm|matmul"),
-    Refused("clip-scaled-last", seeded(Tempered), rows, clip_scaled_last, error=CoupledLoss, names="mm|matmul"),
     Refused("info-nce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]) @ m(b["x2"]).t() / 0.1, ranged(b)), error=CoupledLoss, names="mm|matmul"),
     Refused("info-nce-einsum", mlp(), rows, lambda m, b: F.cross_entropy(torch.einsum("nd,md->nm", *twice(m, b)), ranged(b)), error=CoupledLoss, names="mm|matmul"),
-    Refused("info-nce-against-fixed", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]) @ b["value"].t(), ranged(b)), error=LossError, names="mm|matmul"),
     Refused("nt-xent", seeded(Tempered), rows, nt_xent, error=CoupledLoss, names="mm|matmul"),
-    Refused("sup-con", mlp(), rows, sup_con, error=CoupledLoss, names="mm|matmul"),
-    Refused("siglip", seeded(Tempered), rows, siglip, error=CoupledLoss, names="mm|matmul"),
     Refused("dice-of-the-batch", conv(2), images(4, 4), lambda m, b: dice(m, b, (0, 1, 2, 3)), error=LossError, names="sum|div"),
-    Refused("dice-per-class", conv(2), images(4, 4), lambda m, b: dice(m, b, (0, 2, 3)), error=LossError, names="sum|div"),
     Refused("barlow-twins", mlp(), rows, barlow_twins, error=CoupledLoss, names="mm|matmul|var|mean"),
-    Refused("barlow-twins-sum", mlp(), rows, lambda m, b: CLASSES * barlow_twins(m, b), error=CoupledLoss, names="mm|matmul|var|mean"),
-    Refused("vicreg-variance", mlp(), rows, lambda m, b: (1 - (m(b["x"]).var(0, unbiased=False) + 1e-4).sqrt()).relu().mean(), error=CoupledLoss, names="var"),
-    Refused("vicreg-covariance", mlp(), rows, vicreg_covariance, error=CoupledLoss, names="mm|matmul|mean"),
-    Refused("vicreg", mlp(), rows, lambda m, b: F.mse_loss(*twice(m, b)) + 25 * vicreg_covariance(m, b), error=CoupledLoss, names="mm|matmul|mean"),
     Refused("centred", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
-    Refused("centred-by-sum", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).sum(0, keepdim=True)).pow(2).mean(), error=CoupledLoss, names="sum"),
-    Refused("centred-logits", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]) - m(b["x"]).mean(0), b["label"]), error=CoupledLoss, names="mean"),
-    Refused("scaled-by-the-mean", mlp(), rows, lambda m, b: (m(b["x"]) / m(b["x"]).exp().mean()).pow(2).mean(), error=CoupledLoss, names="mean"),
     Refused("standardized", mlp(), rows, lambda m, b: (standardized(m(b["x"])) - b["value"]).pow(2).mean(), error=CoupledLoss, names="mean|var"),
-    Refused("over-deviation", mlp(), rows, lambda m, b: (m(b["x"]) / (m(b["x"]).std(0, unbiased=False) + 1)).exp().mean(), error=CoupledLoss, names="std"),
-    Refused("normalized-over-the-batch", mlp(), rows, lambda m, b: F.normalize(m(b["x"]), dim=0).exp().mean(), error=CoupledLoss, names="norm"),
     Refused("batch-norm-without-parameters", mlp(), rows, lambda m, b: F.batch_norm(torch.cat(twice(m, b)), None, None, training=True).exp().mean(), error=CoupledLoss, names="batch_?norm"),
     Refused("all-differences", mlp(), rows, lambda m, b: (m(b["x"])[:, None] - m(b["x"])[None]).abs().mean(), error=CoupledLoss, names="sub|unsqueeze|expand"),
     Refused("ranking-of-all-pairs", mlp(1), rows, lambda m, b: F.softplus(-(m(b["x"]) - m(b["x"]).t()) * (b["scalar"][:, None] - b["scalar"]).sign()).mean(), error=CoupledLoss, names="sub|transpose|T\\b"),
     Refused("mse-of-columns-against-rows", mlp(1), rows, lambda m, b: F.mse_loss(m(b["x"]), b["scalar"], reduction="none").mean(), error=LossError, names="mse"),
-    Refused("smooth-l1-of-columns-against-rows", mlp(1), rows, lambda m, b: F.smooth_l1_loss(m(b["x"]), b["scalar"], reduction="none").mean(), error=LossError, names="smooth"),
     Refused("huber-of-columns-against-rows-weighed", mlp(1), rows, lambda m, b: (F.huber_loss(m(b["x"]), b["scalar"], reduction="none") * b["unit"][:, :1]).mean(), error=LossError, names="huber|mul"),
     Refused("bce-of-expanded", mlp(1), rows, lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]).expand(-1, len(b["x"])), b["unit"][:, 0].expand(len(b["x"]), -1), reduction="none").mean(), error=LossError, names="cross_?entropy"),
     Refused("where-pairs", mlp(1), rows, lambda m, b: torch.where(b["scalar"][:, None] > b["scalar"], m(b["x"]), 0.0).mean(), error=LossError, names="where"),
-    Refused("where-pairs-of-two", mlp(1), rows, lambda m, b: torch.where(b["scalar"][:, None] > b["scalar"], m(b["x"]), m(b["x2"])).mean(), error=LossError, names="where"),
     Refused("masked-pairs", mlp(1), rows, lambda m, b: m(b["x"]).masked_fill(b["scalar"][:, None] > b["scalar"], 0.0).mean(), error=LossError, names="masked"),
-    Refused("masked-pairs-summed", mlp(1), rows, lambda m, b: (m(b["x"]) * (b["label"][:, None] == b["label"])).sum(1).tanh().mean(), error=LossError, names="mul"),
     Refused("lerp-of-columns-against-rows", mlp(1), rows, lambda m, b: m(b["x"]).lerp(b["scalar"], 0.3).square().mean(), error=LossError, names="lerp"),
     Refused("sigmoid-of-expanded-against-rows", mlp(1), rows, lambda m, b: (m(b["x"]).expand(-1, len(b["x"])).sigmoid() * b["scalar"]).mean(), error=LossError, names="mul"),
     Refused("all-differences-of-sequences", mlp(), sequences, lambda m, b: (lambda y: (y[:, None] - y[None]).square().mean())(m(b["x"])), error=CoupledLoss, names="sub|unsqueeze|expand"),
-    Refused("all-differences-of-tokens", mlp(), sequences, lambda m, b: (lambda y: (y[:, None] - y[None]).square().mean())(m(b["x"].flatten(0, 1)).view(-1, STEPS, CLASSES)), error=CoupledLoss, names="sub|unsqueeze|expand"),
     Refused("all-against-the-first", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"])[:1].sin()).square().mean(), error=CoupledLoss, names="sub"),
     Refused("matrices-against-the-first", seeded(Grid), rows, lambda m, b: (m(b["x"]) - m(b["x"])[:1].sin()).square().mean(), error=CoupledLoss, names="sub"),
     Refused("steps-against-detached-samples", seeded(Grid), rows, lambda m, b: (m(b["x"]).transpose(0, 1) @ m(b["x"]).detach().permute(1, 2, 0)).tanh().mean(), error=LossError, names="bmm"),
-    Refused("fourier-over-samples", mlp(), rows, lambda m, b: torch.fft.rfft(m(b["x"]), dim=0).abs().mean(), error=CoupledLoss, names="fft"),
     Refused("soft-margin-of-expanded", mlp(), rows, lambda m, b: F.soft_margin_loss(m(b["x"])[:, :1].expand(-1, len(b["x"])), b["sign"].expand(len(b["x"]), -1), reduction="none").mean(), error=LossError, names="soft_?margin"),
     Refused("simclr-filled-diagonal", mlp(), rows, simclr_filled, error=CoupledLoss, names="mm"),
-    Refused("renormed-columns", mlp(), rows, lambda m, b: m(b["x"]).renorm(2, 1, 0.1).pow(3).mean(), error=CoupledLoss, names="renorm"),
     Refused("factors-against-all", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] @ m.things[b["many"][:, 0]].t()).tanh().mean(), error=CoupledLoss, names="mm|matmul"),
     Refused("factors-centred", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] - m.users[b["label"]].mean(0)).square().mean(), error=CoupledLoss, names="mean"),
     Refused("cdist", mlp(), rows, lambda m, b: torch.cdist(*twice(m, b)).mean(), error=CoupledLoss, names="cdist"),
-    Refused("cdist-to-fixed", mlp(), rows, lambda m, b: (-torch.cdist(m(b["x"]), b["value"])).exp().mean(), error=LossError, names="cdist"),
-    Refused("pdist", mlp(), rows, lambda m, b: F.pdist(torch.cat(twice(m, b))).mean(), error=CoupledLoss, names="pdist"),
     Refused("index-pairs", mlp(), rows, index_pairs, error=CoupledLoss, names="index"),
-    Refused("index-select-pairs", mlp(), rows, index_select_pairs, error=CoupledLoss, names="index"),
     Refused("load-balancing", mlp(), rows, load_balancing, error=LossError, names="mean|mul|sum"),
-    Refused("load-balancing-beside-ce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) + 0.01 * load_balancing(m, b), error=LossError, names="mean|mul|sum"),
-    Refused("importance", mlp(), rows, lambda m, b: (lambda i: i.var() / i.mean() ** 2)(m(b["x"]).softmax(1).sum(0)), error=LossError, names="var|div|sum|pow"),
-    Refused("marginal-entropy", mlp(), rows, lambda m, b: (lambda p: (p * p.log()).sum())(m(b["x"]).softmax(1).mean(0)), error=LossError, names="mean|mul|log"),
     Refused("hard-examples", mlp(), rows, hard_examples, error=CoupledLoss, names="topk"),
-    Refused("sorted", mlp(), rows, lambda m, b: (m(b["x"]).sort(0).values * ranged(b)[:, None]).mean(), error=CoupledLoss, names="sort"),
-    Refused("sliced-wasserstein", mlp(), rows, lambda m, b: (m(b["x"]).sort(0).values - b["value"].sort(0).values).pow(2).mean(), error=CoupledLoss, names="sort"),
     Refused("softmax-over-samples", mlp(), rows, lambda m, b: (m(b["x"]).softmax(0) * b["value"]).mean(), error=CoupledLoss, names="softmax"),
-    Refused("softmax-of-sequences-over-samples", mlp(), sequences, lambda m, b: m(b["x"]).softmax(0).pow(2).mean(), error=CoupledLoss, names="softmax"),
-    Refused("softmax-of-transposed", mlp(), rows, lambda m, b: (m(b["x"]).t().log_softmax(1) * b["value"].t()).mean(), error=CoupledLoss, names="softmax"),
     Refused("softmax-of-flattened", mlp(), rows, lambda m, b: (m(b["x"]).flatten().softmax(0) - 0.1).pow(2).mean(), error=CoupledLoss, names="softmax"),
     Refused("softmax-of-reshaped", mlp(), rows, lambda m, b: m(b["x"]).view(1, -1).log_softmax(-1).pow(2).mean(), error=CoupledLoss, names="softmax"),
-    Refused("list-net", mlp(1), rows, lambda m, b: -(b["scalar"].softmax(0) * m(b["x"]).squeeze(1).log_softmax(0)).mean(), error=CoupledLoss, names="softmax"),
-    Refused("cumsum", mlp(), rows, lambda m, b: m(b["x"]).cumsum(0).pow(2).mean(), error=CoupledLoss, names="cumsum"),
     Refused("cox", mlp(1), rows, lambda m, b: (m(b["x"])[:, 0] - m(b["x"])[:, 0].logcumsumexp(0)).mean(), error=CoupledLoss, names="cumsumexp"),
-    Refused("neighbours", mlp(), rows, lambda m, b: (torch.cat(twice(m, b))[1:] - torch.cat(twice(m, b))[:-1]).pow(2).mean(), error=CoupledLoss, names="sub|slice"),
     Refused("neighbours-of-one-call", mlp(), rows, lambda m, b: (lambda z: (z[1:] - z[:-1]).pow(2).mean())(m(torch.cat([b["x"], b["x2"]]))), error=CoupledLoss, names="sub|slice"),
-    Refused("rolled", mlp(), rows, lambda m, b: (m(b["x"]) * m(b["x"]).roll(1, 0)).tanh().mean(), error=CoupledLoss, names="roll"),
-    Refused("mirrored", mlp(), rows, lambda m, b: (m(b["x"]) * m(b["x"]).flip(0)).tanh().mean(), error=CoupledLoss, names="flip"),
-    Refused("logsumexp-over-samples", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).logsumexp(0)).pow(2).mean(), error=CoupledLoss, names="logsumexp"),
-    Refused("largest-of-the-batch", mlp(), rows, lambda m, b: (m(b["x"]).amax(0) - 1).pow(2).mean(), error=CoupledLoss, names="amax"),
     Refused("gram-of-the-batch", mlp(), rows, lambda m, b: (m(b["x"]).t() @ m(b["x"])).tanh().mean(), error=CoupledLoss, names="mm|matmul"),
-    Refused("correlation", mlp(), rows, correlation, error=LossError, names="div|sum|mul"),
-    Refused("correlation-cosine", mlp(), rows, correlation_cosine, error=CoupledLoss, names="sum|mean|norm|cosine"),
-    Refused("mixup-of-outputs", mlp(), rows, mixup, error=CoupledLoss, names="index|rows"),
-    Refused("batch-hard-triplets", mlp(), rows, batch_hard_triplets, error=CoupledLoss, names="cdist|max|min"),
-    Refused("mmd", mlp(), rows, mmd, error=CoupledLoss, names="sub|unsqueeze|expand"),
     Refused("attention-over-samples", mlp(), rows, attended, error=CoupledLoss, names="scaled_?dot_?product|softmax|bmm"),
-    Refused("layer-norm-over-samples", mlp(), rows, lambda m, b: F.layer_norm(m(b["x"]).t(), (len(b["x"]),)).exp().mean(), error=CoupledLoss, names="layer_?norm"),
-    Refused("conv-over-samples", mlp(), rows, lambda m, b: F.conv1d(m(b["x"]).t()[None], WEIGHT.view(1, 4, 1).expand(1, 4, 3), padding=1).tanh().mean(), error=LossError, names="conv"),
-    Refused("pooled-over-samples", mlp(), rows, lambda m, b: F.avg_pool1d(m(b["x"]).t()[None], 3, 1, 1).tanh().mean(), error=CoupledLoss, names="pool"),
     Refused("matmul-from-the-left", mlp(), rows, lambda m, b: (torch.ones(len(b["x"]), len(b["x"]), dtype=torch.float64).triu() @ m(b["x"])).tanh().mean(), error=LossError, names="mm|matmul"),
     Refused("reshaped-across-samples", mlp(3), rows, lambda m, b: torch.cat(twice(m, b)).view(-1, 2).prod(1).mean(), error=CoupledLoss, names="prod|view"),
     Refused("per-class-sums", mlp(), rows, lambda m, b: torch.zeros(CLASSES, CLASSES, dtype=torch.float64).index_add(0, b["label"], m(b["x"])).tanh().mean(), error=LossError, names="index"),
-    Refused("sequences-centred-over-samples", mlp(), sequences, lambda m, b: (m(b["x"]) - m(b["x"]).mean((0, 1))).pow(2).mean(), error=CoupledLoss, names="mean"),
     Refused("masked-softmax-over-tokens", mlp(1), sequences, lambda m, b: (m(b["x"])[b["mask"]].softmax(0) - 0.1).pow(2).mean(), error=CoupledLoss, names="softmax"),
-    Refused("attention-centred", seeded(lambda: Attention("frozen")), sequences, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
     Refused("learned-weight-of-centred", seeded(Tempered), rows, lambda m, b: (m.s * (m(b["x"]) - m(b["x"]).mean(0))).pow(2).mean(), error=CoupledLoss, names="mean"),
     Refused("calls-chunked-and-shuffled", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1][shuffled(b)]).tanh().mean())(torch.cat(twice(m, b)).chunk(2)), error=CoupledLoss, names="index|cat"),
     Refused("calls-viewed-and-shuffled", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1][shuffled(b)]).tanh().mean())(rewards(m, b)), error=CoupledLoss, names="index|cat"),
     Refused("calls-viewed-softmax-over-samples", mlp(1), rows, lambda m, b: rewards(m, b).log_softmax(1)[0].mean(), error=CoupledLoss, names="softmax"),
     Refused("calls-viewed-and-centred", mlp(1), rows, lambda m, b: (lambda r: (r[0] - r.mean(1)[0]).pow(2).mean())(rewards(m, b)), error=CoupledLoss, names="mean"),
-    Refused("calls-viewed-as-neighbours", mlp(1), rows, lambda m, b: torch.cat(twice(m, b)).view(-1, 2).prod(1).mean(), error=CoupledLoss, names="prod|cat"),
     Refused("calls-picked-as-neighbours", mlp(1), rows, lambda m, b: (lambda r: (r[:, 0] * r[:, 1]).tanh().mean())(torch.cat(twice(m, b)).view(-1, 2)), error=CoupledLoss, names="select|cat"),
     Refused("calls-interleaved", mlp(1), rows, lambda m, b: (lambda r: (r[::2] * r[1::2]).tanh().mean())(torch.cat(twice(m, b))), error=CoupledLoss, names="cat|slice"),
     Refused("calls-misaligned", mlp(1), rows, misaligned, error=CoupledLoss, names="cat|slice|split"),
@@ -450,10 +314,6 @@ COUPLED = [
     Refused("selected-and-paired", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1]).tanh().mean())(m(torch.cat([b["x"], b["x2"]])).index_select(0, mispaired(b)).chunk(2)), error=CoupledLoss, names="index"),
     Refused("computed-from-samples", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: computed(m, b, (m.w.tanh() * m.body(b["x2"]).mean(0)).t()), error=LossError, names="mm|matmul|mean"),
     Refused("computed-product-with-batch-values", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: computed(m, b, (b["value"].t() @ b["value"] @ m.w).t()), error=LossError, names="mm|matmul"),
-    Refused("computed-and-centred", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
-    Refused("contrast-of-computed", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: F.cross_entropy(m(b["x"]) @ m(b["x2"]).t(), ranged(b)), error=CoupledLoss, names="mm|matmul"),
-    Refused("attention-across-samples", mlp(), sequences, lambda m, b: (lambda a: -(a * a.log()).sum(-1).mean())(torch.einsum("btd,ctd->bc", m(b["x"]), m(b["x"])).softmax(-1)), error=LossError, names="mm|matmul"),
-    Refused("centred-beside-ce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) - 0.1 * (m(b["x"]) - m(b["x"]).mean(0)).abs().mean(), error=CoupledLoss, names="mean"),
 ]  # fmt: skip
 
 # With one sample per micro-batch these are, node for node, losses that keep samples apart: `x.view(1, -1)` is
@@ -461,7 +321,6 @@ COUPLED = [
 INVISIBLE_ALONE = {
     "softmax-of-reshaped",
     "masked-softmax-over-tokens",
-    "neighbours",
     "neighbours-of-one-call",
     "info-nce-einsum",
     "calls-chunked-and-shuffled",
@@ -475,17 +334,13 @@ INVISIBLE_ALONE = {
     "soft-margin-of-expanded",
     "steps-against-detached-samples",
     "index-pairs",
-    "mixup-of-outputs",
     "all-against-the-first",
     "matrices-against-the-first",
     "mse-of-columns-against-rows",
-    "smooth-l1-of-columns-against-rows",
     "huber-of-columns-against-rows-weighed",
     "bce-of-expanded",
     "where-pairs",
-    "where-pairs-of-two",
     "masked-pairs",
-    "masked-pairs-summed",
     "lerp-of-columns-against-rows",
     "sigmoid-of-expanded-against-rows",
 }
@@ -497,17 +352,10 @@ SETTLED = [
     Loss("sum-over-tensor", mlp(), sequences, lambda m, b: counted(masked_by_hand(m, b), b["mask"].sum()), count=lambda b: int(b["mask"].sum())),
     Loss("sum-over-length", mlp(), rows, lambda m, b: counted(squares(m, b).sum() / len(b["x"]), len(b["x"])), count=lambda b: len(b["x"])),
     Loss("scaled-sum", mlp(), rows, lambda m, b: counted(0.01 * squares(m, b).sum(), "sum")),
-    Loss("scaled-sum-and-regulariser", mlp(), rows, lambda m, b: counted(0.01 * squares(m, b).sum(), "sum") + counted(square(m[0].weight).sum(), "once")),
     Loss("line-sum", seeded(Line), rows, lambda m, b: counted(line_errors(m, b).sum(), "sum")),
     Loss("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + counted(orthogonality(m), "once")),
     Loss("mean+orthogonality", mlp(), rows, lambda m, b: squares(m, b).mean() + counted(orthogonality(m), "once"), count=lambda b: b["value"].numel()),
     Loss("ignored+orthogonality", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + counted(orthogonality(m), "once"), count=lambda b: int((b["partly"] != -100).sum())),
     Loss("custom", mlp(), rows, lambda m, b: counted(square(m(b["x"]) - b["value"]).mean(), len(b["x"])), count=lambda b: len(b["x"])),
-    Loss("custom-and-regulariser", mlp(), rows, lambda m, b: 0.5 * counted(square(m(b["x"])).mean(), len(b["x"])) + m[0].weight.norm()),
     Loss("compiled", mlp(), rows, lambda m, b: counted(compiled(mean_square)(m(b["x"]), b["value"]), len(b["x"])), count=lambda b: len(b["x"])),
-    Loss("fractional", mlp(), rows, lambda m, b: counted((squares(m, b).sum(1) * b["unit"][:, 0]).sum() / b["unit"][:, 0].sum(), b["unit"][:, 0].sum()), count=lambda b: float(b["unit"][:, 0].sum())),
-    Loss("same-counts", mlp(), sequences, lambda m, b: counted(masked_by_hand(m, b), b["mask"].sum()) + 0.3 * counted(m(b["x"])[b["mask"]].mean(), b["mask"].sum())),
-    Loss("part-of-a-sum", mlp(), rows, lambda m, b: counted(squares(m, b).sum() / len(b["x"]), len(b["x"])) + 0.1 * F.l1_loss(m(b["x"]), b["value"])),
-    Loss("per-sequence", mlp(), sequences, lambda m, b: counted(masked_mean_per_sequence(m, b), len(b["x"]))),
-    Loss("kl", mlp(), rows, lambda m, b: counted(F.kl_div(log_probs(m, b), b["probs"], reduction="sum") / len(b["x"]), len(b["x"]))),
 ]  # fmt: skip

@@ -18,17 +18,12 @@ def join(batches: Sequence[Batch]) -> Batch:
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
-def stack(batches: Sequence[Batch]) -> Batch:
-    """The big batch behind single samples that have no batch dimension of their own."""
-    return {key: torch.stack([batch[key] for batch in batches]) for key in batches[0]}
-
-
 @dataclass(frozen=True)
 class Loss:
     """A loss someone may write, with a model and data to write it for.
 
     `count(batch)` is what the loss was averaged over, where a single term makes that one number.
-    `counts(batch)` are the counts of several terms. `single`: a micro-batch is one sample without a batch dimension.
+    `counts(batch)` are the counts of several terms.
     `smallest`: the fewest samples of a micro-batch from which it must be read; with fewer it may be refused.
     `told`: the big batch's loss can be known from the micro-batches' losses; not so where a term that counts once
     stands beside a sum, or where several counts meet, since a graph keeps the sum of the terms and not their values.
@@ -41,7 +36,6 @@ class Loss:
     count: Callable[[Batch], float] | None = None
     counts: Callable[[Batch], tuple[float, ...]] | None = None
     join: Callable[[Sequence[Batch]], Batch] = join
-    single: bool = False
     smallest: int = 1
     told: bool = True
 
@@ -141,15 +135,6 @@ def images(*size: int) -> Callable[[int, int], Batch]:
         }
 
     return make
-
-
-def one_row(n: int, seed: int) -> Batch:
-    """One sample of `rows`, without its batch dimension; every third one ignored where labels may be."""
-    assert n == 1
-    sample = {key: value[0] for key, value in rows(1, seed).items()}
-    if seed % 3 == 1:
-        sample["partly"] = torch.tensor(-100)
-    return sample
 
 
 # Models: the same weights at each call, float64.

@@ -18,9 +18,9 @@ from tests.support.samples import Batch, Loss
 seeds = st.integers(0, 999)
 
 
-def splits(*, single: bool = False, smallest: int = 1, longest: int = 7) -> st.SearchStrategy[list[int]]:
+def splits(*, smallest: int = 1, longest: int = 7) -> st.SearchStrategy[list[int]]:
     """Sizes of the micro-batches of one epoch."""
-    return st.lists(st.just(1) if single else st.integers(smallest, 5), min_size=1, max_size=longest)
+    return st.lists(st.integers(smallest, 5), min_size=1, max_size=longest)
 
 
 steps = st.integers(1, 5)
@@ -45,7 +45,7 @@ class Epoch:
 def epochs(draw: st.DrawFn, cases: st.SearchStrategy[Loss]) -> Epoch:
     """An epoch of any of these losses, in any split."""
     case = draw(cases)
-    return Epoch(case, draw(splits(single=case.single, smallest=case.smallest)), draw(seeds), draw(steps))
+    return Epoch(case, draw(splits(smallest=case.smallest)), draw(seeds), draw(steps))
 
 
 # Losses.

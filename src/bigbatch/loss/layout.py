@@ -1,10 +1,11 @@
 """Where a term's samples lie in a tensor, followed from the reduction down towards the model.
 
 A layout says of every dimension of a tensor what became of it on the way up to the loss. Reshapes glue dimensions
-together and cut them apart, so a dimension is a row of parts, outermost first, and a part is one of four things:
+together and cut them apart, so a dimension is a row of parts, outermost first, and a part is one of five things:
 
     Axis     it reaches the reduction with its positions apart: samples may lie along it
     SHARED   an even share of it came this way (`rewards[:n]` and `rewards[n:]`): samples lie behind it
+    UNBOUND  each position went a way of its own (`for step in output`, inside of an LSTM): samples must lie behind it
     PICKED   one position was chosen and the others left out (`hidden[:, 0]`): samples must not lie along it
     "Mm"     the operation of that name mixed its positions: samples must not lie along it
 """
@@ -51,10 +52,12 @@ class Taken(Enum):
 
     SHARED = auto()
     PICKED = auto()
+    UNBOUND = auto()
 
 
 SHARED: Final = Taken.SHARED
 PICKED: Final = Taken.PICKED
+UNBOUND: Final = Taken.UNBOUND
 
 Tag: TypeAlias = Axis | Taken | str
 Part: TypeAlias = tuple[int, Tag]

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from bigbatch.errors import LossError
 from bigbatch.loss import graph, refusals, rules
 from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
-from bigbatch.loss.layout import Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
+from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.origin import Origin, Trail, by_number, is_made_of, saved_factor
 from bigbatch.loss.rules import MASKED_POINTWISE, MATMULS, NORMS, Inputs, Rule
 from bigbatch.loss.selections import PUTS, TAKES, put_back, rule_of
@@ -123,6 +123,8 @@ class Samples:
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
     batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
     placed: bool = False  # a recurrent layer has told where they lie
+    _steps: list[Axis | None] = field(default_factory=list)  # the samples of outputs whose steps were unbound
+    _first: set[Axis] = field(default_factory=set)  # those of the others
     _product: str = "Expand"  # what may have set samples against each other
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
     _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
@@ -295,6 +297,10 @@ class Samples:
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
             raise _refusal(found, chosen=bool(self.chosen))
+        if layout[dims[0]][:1] and (outermost := layout[dims[0]][0])[1] is UNBOUND and outermost[0] > 1:
+            self._steps.append(found[0] if found else None)
+        else:
+            self._first.update(found[:1])
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
@@ -344,6 +350,9 @@ class Samples:
 
     def refuse_spread(self) -> None:
         """Raise where an operation may have set samples against others, which have no gradient."""
+        # What was unbound are steps, as inside of an LSTM, where some other output has the samples behind them first.
+        if not all(axis and any(axis.matches(first) for first in self._first) for axis in self._steps):
+            raise refusals.coupled("Unbind")
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)

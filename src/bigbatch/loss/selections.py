@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.graph import Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
-from bigbatch.loss.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
+from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
 from bigbatch.loss.rules import MATMULS, PURE_POINTWISE, RULES, Inputs, Rule, along, known, of_one, pointwise
 
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
@@ -67,9 +67,10 @@ def _split(node: Node, layout: Layout, sizes: Shape) -> Layout:
 
 @of_one("Select Unbind")
 def _select(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """One position along a dimension."""
+    """One position along a dimension, or each of them by itself."""
     dim = saved_dim(node, "dim", len(sizes))
-    return (*layout[:dim], ((sizes[dim], PICKED),), *layout[dim:])
+    tag = PICKED if operation(node) == "Select" else UNBOUND
+    return (*layout[:dim], ((sizes[dim], tag),), *layout[dim:])
 
 
 @of_one("Diagonal")
