@@ -17,15 +17,15 @@ from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequ
 SIZES = ((2, 3, 1, 3), (1, 4, 2, 2), (3, 3, 3, 3))
 
 
-def one_by_one(out: Tensor, each: Callable[[Tensor], Tensor]) -> Tensor:
+def one_by_one(out: Tensor, each: Callable[[tuple[Tensor, ...], int], Tensor]) -> Tensor:
     """A loop over the rows of an output."""
-    return torch.stack([each(row) for row in out])
-
-
-def one_by_one_with_next(out: Tensor) -> Tensor:
-    """Each row times the one after it."""
     every = out.unbind(0)
-    return torch.stack([every[at] * every[(at + 1) % len(every)] for at in range(len(every))])
+    return torch.stack([each(every, at) for at in range(len(every))])
+
+
+def times_the_next(every: tuple[Tensor, ...], at: int) -> Tensor:
+    """Each row times the one after it."""
+    return every[at] * every[(at + 1) % len(every)]
 
 
 def slope(model: Any, batch: Batch, of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
@@ -41,15 +41,7 @@ def case(loss: Callable[[Any, Batch], Tensor], batch: Callable[[int, int], Batch
 
 
 EXACT = {
-    "rows one by one, mean by mean": case(lambda m, b: one_by_one(m(b["x"]), Tensor.tanh).mean(1).mean(), sequences),
-    "rows one by one, a function of their means": case(lambda m, b: one_by_one(m(b["x"]), lambda row: row.softmax(-1)).mean(1).exp().mean(), sequences),
-    "rows one by one, each with its mean": case(lambda m, b: one_by_one(m(b["x"]), lambda row: row.tanh().mean(0)).square().mean(), sequences),
-    "rows one by one, weighed by data": case(lambda m, b: (one_by_one(m(b["x"]), Tensor.tanh) * b["mask"][..., None]).mean(1).mean(), sequences),
-    "two outputs row by row": case(lambda m, b: torch.stack([p * q for p, q in zip(m(b["x"]), m(b["x"].sin()), strict=True)]).mean(1).mean(), sequences),
     "steps one by one": case(lambda m, b: torch.stack([y.tanh() for y in m(b["x"]).unbind(1)], 1).mean(1).exp().mean(), sequences),
-    "two halves by an unbind": case(lambda m, b: torch.mul(*m(torch.cat([b["x"], b["x2"]])).view(2, len(b["x"]), -1).unbind(0)).sum(1).mean()),
-    "one step of an unbind": case(lambda m, b: m(b["x"]).unbind(1)[0].square().mean(), sequences),
-    "slope of a sum": case(lambda m, b: slope(m, b, lambda out, _: out.sum())),
     "slope of a summed loss": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"], reduction="sum"))),
     "a factor over a mean and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).mean() + 0.1 * m.t.square())),
 }  # fmt: skip
@@ -57,13 +49,17 @@ EXACT = {
 REFUSED = {
     "a factor over a sum and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).sum() + 0.1 * m.t.square().mean())),
     "a factor over a sum and its own logarithm": case(lambda m, b: m.s.exp() * (m(b["x"]).square().sum() / m.t.exp() + m.t)),
+    "rows one by one": case(lambda m, b: one_by_one(m(b["x"]), lambda every, at: every[at].softmax(-1)).mean(1).exp().mean(), sequences),
     "one row of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean()),
     "one row of an unbind, of several steps": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean(), sequences),
-    "rows set against the next, one by one": case(lambda m, b: one_by_one_with_next(m(b["x"])).mean(), sequences),
-    "two rows of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].mean() + m(b["x"]).unbind(0)[-1].mean()),
+    "rows against the next, one by one": case(lambda m, b: one_by_one(m(b["x"]), times_the_next).mean()),
+    "rows against the next, beside others": case(lambda m, b: (one_by_one(m(b["x"]), times_the_next) * m(b["x"].sin())).mean()),
+    "steps against the next row's, beside others": case(lambda m, b: (one_by_one(m(b["x"]), times_the_next) * m(b["x"].sin())).mean(), sequences),
+    "one row beside all": case(lambda m, b: (m(b["x"]).unbind(0)[0] * m(b["x"].sin())).mean()),
+    "one sample without a batch dimension": case(lambda m, b: F.cross_entropy(m(b["x"][0]), b["label"][0])),
+    "a dot product": case(lambda m, b: torch.dot(m(b["x"])[:, 0], b["scalar"])),
     "a slip hidden by a cat": case(lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()),
     "a slip hidden by a cat of steps": case(lambda m, b: torch.cat([m(b["x"])[:, 0, :1] - b["reference"][:, 0], m(b["x"]).flatten(1)], 1).mean(), sequences),
-    "slope of a mean squared error": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"]))),
     "slope of a cross-entropy": case(lambda m, b: slope(m, b, lambda y, b: F.cross_entropy(y, b["label"]))),
     "slope of an error beside it": case(lambda m, b: F.mse_loss(m(b["x"]), b["value"]) + slope(m, b, lambda y, b: F.huber_loss(y, b["value"]))),
 }  # fmt: skip

@@ -17,7 +17,7 @@ _WORDS = {
     **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm"), "BatchNorm in training mode"),
     **dict.fromkeys(("Slice", "Cat"), "rows shifted against each other"),
     **dict.fromkeys(("Index", "IndexSelect", "Gather"), "rows taken by index and put beside other rows"),
-    "Unbind": "some rows of a batch without the others",
+    "Unbind": "rows of a batch taken one by one; halves by chunk(2)",
 }
 
 
