@@ -40,7 +40,7 @@ def test_readable_loss_is_the_big_batch(case: Loss) -> None:
 
 
 @given(epochs(readable))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_readable_loss_in_any_split(epoch: Epoch) -> None:
     """Any sizes, any number of micro-batches per update, with a short last window."""
     ours = accumulated(epoch.case, epoch.batches, epoch.steps)
@@ -63,17 +63,12 @@ def test_a_loss_too_small_to_be_told_is_exact_or_refused(case: Loss, split: tupl
     assert_exact_or_refused(Epoch(case, list(split), 0, 4))
 
 
+@pytest.mark.parametrize("split", [SPLIT, (1, 1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("case", EITHER, ids=str)
-def test_a_doubtful_loss_is_exact_or_refused(case: Loss) -> None:
+def test_a_doubtful_loss_is_exact_or_refused(case: Loss, split: tuple[int, ...]) -> None:
     """A loss that tempts a reader to guess is read exactly or not at all."""
-    assert_exact_or_refused(Epoch(case, list(SPLIT), 0, 4))
-
-
-@pytest.mark.parametrize("split", [(1, 1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("case", [case for case in EITHER if case.name not in AMBIGUOUS_WHEN_EVEN], ids=str)
-def test_a_doubtful_loss_is_exact_or_refused_when_even(case: Loss, split: tuple[int, ...]) -> None:
-    """The same where sizes are as small as the numbers that people write."""
-    assert_exact_or_refused(Epoch(case, list(split), 0, 4))
+    if split == SPLIT or case.name not in AMBIGUOUS_WHEN_EVEN:
+        assert_exact_or_refused(Epoch(case, list(split), 0, 4))
 
 
 @given(epochs(either))
@@ -148,22 +143,14 @@ def test_several_counts_in_any_split(epoch: Epoch) -> None:
 # What may be wrapped around a model.
 
 WRAPPED = [
-    "cross_entropy-functional-2-D-ignored-mean",
     "cross_entropy-functional-2-D-ignored-weights-smoothing-mean",
     "cross_entropy-functional-2-D-probabilities-mean",
-    "mse-mean",
     "sum",
-    "kl_div-batchmean",
-    "mean-inner-then-outer",
     "dice-per-sample",
     "next-token",
-    "masked-tokens",
     "two-terms",
-    "stack-mean",
-    "mean+l2",
     "sum+norms",
     "dpo-two-calls",
-    "reward-chunk",
     "attention",
     "lstm",
 ]
@@ -196,7 +183,7 @@ def test_checkpointed_models_are_read(name: str, reentrant: bool) -> None:
     assert_equal(ours, big_batches(case, batches, 4))
 
 
-@pytest.mark.parametrize("name", ["next-token", "attention", "two-terms"])
+@pytest.mark.parametrize("name", ["next-token", "attention"])
 def test_reading_recomputes_nothing(name: str) -> None:
     """A checkpointed model runs twice per micro-batch, forward and backward, and not once more to be read."""
     case = BY_NAME[name]
@@ -308,28 +295,16 @@ def test_counts_under_autocast_are_not_rounded() -> None:
 # What is compiled.
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_is_where_reading_stops(backend: str) -> None:
+def test_a_compiled_model_is_where_reading_stops() -> None:
     """The loss above a compiled model is read as ever."""
     case = BY_NAME["cross_entropy-functional-2-D-ignored-mean"]
     batches = case.micro_batches(SPLIT)
-    model = torch.compile(case.model(), backend=backend, dynamic=True)
+    model = torch.compile(case.model(), backend="aot_eager", dynamic=True)
     assert isinstance(model, nn.Module)
     assert_equal(accumulated(case, batches, 4, model=model), big_batches(case, batches, 4))
 
 
-# Reading must not change what is read.
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_reading_a_loss_leaves_the_random_numbers_alone(name: str) -> None:
-    """No draw from the default generator, no gradient elsewhere than in the model."""
-    case = BY_NAME[name]
-    batches = case.micro_batches(SPLIT)
-    before = torch.get_rng_state()
-    accumulated(case, batches, 4)
-    assert torch.equal(before, torch.get_rng_state())
-    assert all(value.grad is None for batch in batches for value in batch.values())
+# What changes within a window.
 
 
 def test_a_loss_whose_shape_changes_within_a_window() -> None:
@@ -367,62 +342,45 @@ def test_a_loss_that_changes_within_a_window() -> None:
         accumulator.backward(F.l1_loss(model(second["x"]), second["value"]))
 
 
+def assert_gradients_equal(model: nn.Module, loss: Any, data: list[Tensor], tolerance: float) -> None:
+    """Those of one window are the big batch's."""
+    true = torch.autograd.grad(loss(model, torch.cat(data)), list(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), steps=len(data))
+    for x in data:
+        accumulator.backward(loss(model, x))
+    assert (
+        distance([was - p.detach() for was, p in zip(before, model.parameters(), strict=True)], list(true)) <= tolerance
+    )
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda out, n: out.square().sum() / n,
-        lambda out, _: out[:, -1].square().mean(),
-        lambda out, _: out.square().sum(1).mean(),
-    ],
-    ids=["sum over samples", "last step", "mean of sums"],
-)
-def test_samples_of_a_recurrent_layer_are_where_it_has_them(loss: Any, kind: Any, batch_first: bool) -> None:
+def test_samples_of_a_recurrent_layer_are_where_it_has_them(kind: Any, batch_first: bool) -> None:
     """In float32, where oneDNN has a node of its own, with steps first whatever it was told."""
     torch.manual_seed(0)
     model, data = kind(8, 3, batch_first=batch_first), [torch.randn(n, 5, 8) for n in (4, 2, 3)]
 
-    def value(x: Tensor) -> Tensor:
-        out = model(x if batch_first else x.transpose(0, 1))[0]
-        return loss(out if batch_first else out.transpose(0, 1), len(x))
+    def outputs(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x if batch_first else x.transpose(0, 1))[0]
+        return out if batch_first else out.transpose(0, 1)
 
-    true = torch.autograd.grad(value(torch.cat(data)), list(model.parameters()))
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=3)
-    found: list[Tensor] = []
-    accumulator.before_step(lambda: found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None))
-    for x in accumulator.over(data):
-        accumulator.backward(value(x))
-    assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, true, strict=True))
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer with steps first, and a head on every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(8, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Steps, samples, classes."""
-        return self.head(self.body(x.transpose(0, 1))[0])
+    for loss in (
+        lambda m, x: outputs(m, x).square().sum() / len(x),
+        lambda m, x: outputs(m, x)[:, -1].square().mean(),
+        lambda m, x: outputs(m, x).square().sum(1).mean(),
+    ):
+        assert_gradients_equal(model, loss, data, 1e-5)
 
 
-REGULARIZED: dict[str, Any] = {
-    "largest singular value": lambda m, x: m(x).square().mean() + torch.linalg.svdvals(m.head.weight).max(),
-    "nuclear norm": lambda m, x: m(x).square().mean() + torch.linalg.matrix_norm(m.head.weight, "nuc"),
-}
-
-
-@pytest.mark.parametrize("loss", REGULARIZED.values(), ids=REGULARIZED)
-def test_norms_of_matrices_are_read(loss: Any) -> None:
+@pytest.mark.parametrize("order", [2, "nuc"])
+def test_norms_of_matrices_are_read(order: Any) -> None:
     """They are of parameters alone, and count once."""
     torch.manual_seed(0)
-    model, data = Recurrent().double(), [torch.randn(n, 5, 8).double() for n in (4, 2, 3)]
-    true = torch.autograd.grad(loss(model, torch.cat(data)), list(model.parameters()))
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=3)
-    found: list[Tensor] = []
-    accumulator.before_step(lambda: found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None))
-    for x in accumulator.over(data):
-        accumulator.backward(loss(model, x))
-    assert distance(found, list(true)) <= 1e-12
+    model, data = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).double(), torch.randn(9, 8).double()
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.matrix_norm(model[2].weight, order)
+        return model(x).square().mean() + norm
+
+    assert_gradients_equal(model, loss, list(data.split((4, 2, 3))), 1e-12)
