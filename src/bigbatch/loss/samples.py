@@ -17,7 +17,7 @@ from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim,
 from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.origin import Origin, Trail, by_number, is_made_of, saved_factor
 from bigbatch.loss.rules import MASKED_POINTWISE, MATMULS, NORMS, Inputs, Rule
-from bigbatch.loss.selections import PUTS, TAKES, put_back, rule_of
+from bigbatch.loss.selections import PUTS, TAKES, copy_slices, put_back, rule_of
 
 _HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
@@ -196,7 +196,9 @@ class Samples:
 
     def _operation(self, node: Node, name: str, output: int, layout: Layout, rule: Rule) -> Inputs:
         """An operation on the way, which has no weights."""
-        inputs = rule(node, output, layout)
+        inputs = (
+            copy_slices(node, output, layout, self._written) if name == "CopySlices" else rule(node, output, layout)
+        )
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is rules.pointwise or (rule is rules.fused_loss and saved(node, "reduction") == rules.NONE):
@@ -347,6 +349,14 @@ class Samples:
         if size > 1:
             self.trail.precedents[key] = True
         return key in self.trail.precedents
+
+    def _written(self, fits: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
+        key = self.trail.kind("written")
+        if len(fits) == 1:
+            self.trail.precedents[key] = fits[0]
+        place = self.trail.precedents.get(key)
+        return place if place in fits else None
 
     def refuse_spread(self) -> None:
         """Raise where an operation may have set samples against others, which have no gradient."""

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from bigbatch.loss.graph import Shape, edges, operation, saved, saved_dim, saved
 from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
 from bigbatch.loss.rules import MATMULS, PURE_POINTWISE, RULES, Inputs, Rule, along, known, of_one, pointwise
 
+Dims: TypeAlias = tuple[int, ...]
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
 TAKES = frozenset("Index IndexSelect Gather".split())
@@ -260,10 +263,12 @@ def put_back(layout: Layout, node: Node | None) -> Layout:
 
 
 @known("CopySlices")
-def _copy_slices(node: Node, _output: int, layout: Layout) -> Inputs:
+def copy_slices(
+    node: Node, _output: int, layout: Layout, place: Callable[[list[Dims]], Dims | None] = lambda _: None
+) -> Inputs:
     """A part written over, `out[t] = x`: the rest stays where it is, and so do the dimensions of what was written.
 
-    The graph does not say where it was written. It is told by sizes, where only one place fits.
+    The graph does not say where it was written. It is told by sizes: `place` chooses among those that fit.
     """
     (base, *values), name, whole = edges(node), operation(node), shape(node)
     result: Inputs = [(base, layout)] if base[0] is not None else []
@@ -275,9 +280,10 @@ def _copy_slices(node: Node, _output: int, layout: Layout) -> Inputs:
         fits = [dims for dims in every if sizes == tuple(whole[dim] for dim in dims)] or [
             dims for dims in every if all(n <= whole[dim] for n, dim in zip(sizes, dims, strict=True))
         ]
-        if len(fits) != 1:
+        dims = place(fits)
+        if dims is None:
             raise refusals.written(name)
-        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, fits[0], strict=True)]
+        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, dims, strict=True)]
         result.append((value, tuple(found)))
     return result
 
