@@ -110,6 +110,7 @@ REFUSED = {  # each sample is alone, but no count is in the graph; or it is not 
     *("loss / 7", "loss + 0.1 * loss", "torch.stack([loss, 2 * loss]).mean()", "m.table[b['row']]"),
     *("x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))", "x[..., :1] * b['d']", "(x[:, None] * b['d']).sum(-1)"),
     *("x[torch.arange(n), b['step']]", "x.flatten(0, 1).log_softmax(-1).view_as(x)", "x * y.mean()"),
+    *("torch.dot(x.flatten(), x.sin().flatten())", "torch.stack([row.softmax(-1) for row in x.unbind(0)])"),
     *("torch.renorm(x, 2, {d}, 0.7)", "x.expand(2, *x.shape)", "x * b['v']", "torch.cdist(x, x.sin())"),
 }
 

@@ -347,43 +347,29 @@ def selections() -> Iterator[Row]:
         ("Index", "mask of rows", lambda x, b, m: x[b["w"] > 0.8], APART),
         ("Index", "mask of steps", lambda x, b, m: x[b["mask"][..., 0]], APART),
         ("Index", "mask of all", lambda x, b, m: x[b["mask"]], APART),
-        ("Index", "mask of steps, beside targets", lambda x, b, m: x[b["mask"][..., 0]] - b["d"][b["mask"][..., 0]], APART),
         ("Index", "steps", lambda x, b, m: x[:, [0, 2]], APART),
-        ("Index", "features", lambda x, b, m: x[..., [0, 2, 3]], APART),
         ("Index", "steps twice", lambda x, b, m: x[:, [0, 2, 2, 1]], APART),
         ("Index", "rows in another order against rows", lambda x, b, m: x[torch.arange(len(x)).flip(0)] * x, MIXED),
         ("Index", "the first row", lambda x, b, m: x[torch.tensor([0])] * x, MIXED),
-        ("Index", "each row twice", lambda x, b, m: x[torch.arange(len(x)).repeat_interleave(2)], CLOSED),
         ("IndexSelect", "rows against rows", lambda x, b, m: x.index_select(0, torch.arange(len(x)).flip(0)) * x, MIXED),
-        ("IndexSelect", "each row twice", lambda x, b, m: x.index_select(0, torch.arange(len(x)).repeat_interleave(2)), CLOSED),
         ("MaskedSelect", "all", lambda x, b, m: x.masked_select(b["mask"]), APART),
         ("MaskedSelect", "steps", lambda x, b, m: x.masked_select(b["mask"][..., :1]), APART),
         ("MaskedSelect", "softmax", lambda x, b, m: x.masked_select(b["mask"]).softmax(0), MIXED),
         ("Gather", "labels", lambda x, b, m: x.gather(2, b["last"][..., None]).squeeze(2), APART),
-        ("Gather", "steps", lambda x, b, m: x.gather(1, b["inner"][:, None]), APART),
         ("Gather", "of rows", lambda x, b, m: x.flatten(1).gather(0, _index(x.flatten(1), 0)) * x.flatten(1), MIXED),
         ("Gather", "whole rows in another order against rows", lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)) * x.flatten(1), MIXED),
         ("Gather", "whole rows against others", lambda x, b, m: _gathered(x, torch.arange(len(x))) * _gathered(x, torch.arange(len(x)).roll(1)), MIXED),
-        ("Gather", "the first row, whole", lambda x, b, m: _gathered(x, torch.zeros(len(x), dtype=torch.long)) * x.flatten(1), MIXED),
-        ("Gather", "whole rows, softened", lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)).softmax(0), MIXED),
-        ("Gather", "each whole row twice", lambda x, b, m: _gathered(x, torch.arange(len(x)).repeat_interleave(2)), CLOSED),
         ("Slice", "next step", lambda x, b, m: x[:, 1:] - x[:, :-1], APART),
-        ("Slice", "next feature", lambda x, b, m: x[..., 1:] - x[..., :-1], APART),
         ("Slice", "next row", lambda x, b, m: x[1:] - x[:-1], MIXED),
-        ("Slice", "all but the first row", lambda x, b, m: x[1:], MIXED),
         ("Slice", "the first token against all", lambda x, b, m: _against_first(x.reshape(-1, 4)), MIXED),
-        ("Slice", "the first chosen row against all", lambda x, b, m: _against_first(x[b["mask"][..., 0]]), MIXED),
         ("Slice", "every other step", lambda x, b, m: x[:, ::2], APART),
         ("Slice", "halves of two inputs", lambda x, b, m: torch.cat([x, x.sin()])[: len(x)] * torch.cat([x, x.sin()])[len(x) :], APART),
         ("Split", "halves of two inputs", lambda x, b, m: torch.mul(*torch.cat([x, x.sin()]).split(len(x))), APART),
         ("Split", "features", lambda x, b, m: torch.mul(*x.split(2, -1)), APART),
         ("Unbind", "steps", lambda x, b, m: torch.stack([part * (i + 1) for i, part in enumerate(x.unbind(1))], 1), APART),
-        ("Unbind", "rows, one by one, and a mean of steps", lambda x, b, m: (torch.stack([row.softmax(-1) for row in x]) * b["d"]).mean(1), APART),
-        ("Unbind", "rows one by one, then all softened", lambda x, b, m: torch.stack([row.softmax(-1) for row in x]).log_softmax(0), MIXED),
-        ("Unbind", "rows one by one, against the first", lambda x, b, m: _against_first(torch.stack([row.softmax(-1) for row in x])), MIXED),
         ("Unbind", "rows, one by one, rolled against themselves", lambda x, b, m: _against_rolled(torch.stack([row.softmax(-1) for row in x.unbind(0)])), MIXED),
         ("Slice", "the first row against all, beside a dimension of one", lambda x, b, m: (y := x.reshape(len(x), 1, -1)) * y[:1].sin(), MIXED),
-        ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
+        ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), CLOSED),
         ("Select", "first step", lambda x, b, m: x[:, 0], APART),
         ("Select", "last step against all", lambda x, b, m: x * x[:, -1, None], APART),
         ("Select", "last row against all", lambda x, b, m: x * x[-1], MIXED),
@@ -413,20 +399,7 @@ def selections() -> Iterator[Row]:
         yield Row("Gather", label, make, APART, aligned=False)
     yield Row("Slice", "even and odd rows", lambda x, b, m: x[::2] - x[1::2], APART, windows=((4, 2, 6), (2, 4, 4)))
     yield Row("Slice", "half of the rows", lambda x, b, m: x[: len(x) // 2], UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
-    yield Row(
-        "Slice",
-        "halves of the rows",
-        lambda x, b, m: x[: len(x) // 2] * x[len(x) // 2 :],
-        UNSEEN,
-        windows=((4, 2, 6), (2, 4, 4)),
-    )
-    yield Row(
-        "Split",
-        "halves of the rows",
-        lambda x, b, m: torch.mul(*x.split(len(x) // 2)),
-        UNSEEN,
-        windows=((4, 2, 6), (2, 4, 4)),
-    )
+    yield Row("Split", "halves of the rows", lambda x, b, m: torch.mul(*x.split(len(x) // 2)), UNSEEN, windows=((4, 2, 6), (2, 4, 4)))  # fmt: skip
 
 
 def _against_first(x: Tensor) -> Tensor:
@@ -505,6 +478,9 @@ def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
     return copy
 
 
+DISTANCES = {"Cdist": "donot_use_mm_for_euclid_dist", "EuclideanDist": "use_mm_for_euclid_dist"}
+
+
 def products() -> Iterator[Row]:
     """Matrix products: with the model's own, with data of the sample, with other samples."""
     rows: list[tuple[str, str, Make, str]] = [
@@ -515,9 +491,7 @@ def products() -> Iterator[Row]:
         ("Mm", "rows with rows", lambda x, b, m: x[:, 0] @ x[:, 1].T, MIXED),
         ("Mm", "rows with rows' data", lambda x, b, m: x[:, 0] @ b["d"][:, 0].T, MIXED),
         ("Mm", "covariance", lambda x, b, m: x[:, 0].T @ x[:, 1], MIXED),
-        ("Mm", "covariance with data", lambda x, b, m: x[:, 0].T @ b["d"][:, 1], MIXED),
         ("Mm", "chosen rows of a table", lambda x, b, m: x[:, 0] @ m.table[b["row"]].T, MIXED),
-        ("Mm", "table", lambda x, b, m: x[:, 0] @ m.table.T, APART),
         ("Addmm", "parameter", lambda x, b, m: torch.addmm(m.p, x[:, 0], m.square), APART),
         ("Addmm", "frozen", lambda x, b, m: torch.addmm(m.p, x[:, 0], m.frozen), APART),
         ("Addmm", "added to itself", lambda x, b, m: torch.addmm(x[:, 1], x[:, 0], m.square), APART),
@@ -525,52 +499,37 @@ def products() -> Iterator[Row]:
         ("Addmm", "rows with rows", lambda x, b, m: torch.addmm(m.s, x[:, 0], x[:, 1].T), MIXED),
         ("Bmm", "steps of one sample", lambda x, b, m: x @ x.mT, APART),
         ("Bmm", "data of one sample", lambda x, b, m: x @ b["d"].mT, APART),
-        ("Bmm", "attention by hand", lambda x, b, m: (x @ x.sin().mT).softmax(-1) @ x, APART),
         ("Bmm", "einsum of one sample", lambda x, b, m: torch.einsum("ntc,ntc->n", x, x.sin()), APART),
         ("Bmm", "einsum with data", lambda x, b, m: torch.einsum("nc,nc->n", x[:, 0], b["d"][:, 1]), APART),
         ("Bmm", "einsum of steps with data", lambda x, b, m: torch.einsum("ntc,nsc->nts", x, b["d"]), APART),
         ("Bmm", "einsum of rows with rows' data", lambda x, b, m: torch.einsum("nc,kc->nk", x[:, 0], b["d"][:, 1]), MIXED),
-        ("Bmm", "einsum of rows with rows", lambda x, b, m: torch.einsum("nc,kc->nk", x[:, 0], x[:, 1]), MIXED),
         ("Bmm", "rows with rows' data, step by step", lambda x, b, m: x.transpose(0, 1) @ b["d"].permute(1, 2, 0), MIXED),
         ("Sum", "cosines of rows with rows' data", lambda x, b, m: F.cosine_similarity(x[:, None, 0], b["d"][None, :, 1], dim=-1), MIXED),
         ("Sub", "each row with all data", lambda x, b, m: x[:, 0].repeat_interleave(len(x), 0) - b["d"][:, 0].repeat(len(x), 1), MIXED),
         ("NativeLayerNorm", "expanded, and all data", lambda x, b, m: F.layer_norm(x[:, None].expand(len(x), len(x), 3, 4), (4,)) * b["d"], MIXED),
         ("View", "expanded, reshaped, and all data", lambda x, b, m: x[:, None, 0].expand(len(x), len(x), 4).reshape(-1, 4) * b["d"][:, 0].repeat(len(x), 1), MIXED),
         ("Bmm", "rows with rows, step by step", lambda x, b, m: x.transpose(0, 1) @ x.permute(1, 2, 0), MIXED),
-        ("Bmm", "samples behind", lambda x, b, m: x.permute(1, 2, 0) @ x.transpose(0, 1), MIXED),
         ("Bmm", "frozen for each step", lambda x, b, m: x.transpose(0, 1) @ m.frozen.expand(3, 4, 4), CLOSED),
         ("Bmm", "parameter for each step", lambda x, b, m: x.transpose(0, 1) @ (m.square * CONST[:3, None, None]), APART),
         ("Baddbmm", "steps of one sample", lambda x, b, m: torch.baddbmm(m.s, x, x.mT), APART),
         ("Baddbmm", "data of one sample", lambda x, b, m: torch.baddbmm(b["d"][:, :, :1], x, b["d"].mT), APART),
         ("Baddbmm", "rows with rows", lambda x, b, m: torch.baddbmm(m.s, x.transpose(0, 1), x.permute(1, 2, 0)), MIXED),
         ("Mv", "parameter", lambda x, b, m: x[:, 0] @ m.p, APART),
-        ("Mv", "frozen", lambda x, b, m: x[:, 0] @ m.frozen[0], APART),
         ("Mv", "steps", lambda x, b, m: x @ m.p, APART),
         ("Mv", "weights of samples", lambda x, b, m: x[:, 0].T @ b["w"], MIXED),
-        ("Mv", "own vector", lambda x, b, m: x[:, 0].T @ x[:, 1, 0], MIXED),
         ("Addmv", "parameter", lambda x, b, m: torch.addmv(m.s, x[:, 0], m.p), APART),
         ("Addmv", "added to samples", lambda x, b, m: torch.addmv(x[:, 1, 0], x[:, 0], m.p), APART),
-        ("Cdist", "table", lambda x, b, m: torch.cdist(x[:, 0], m.table), APART),
-        ("EuclideanDist", "table", lambda x, b, m: torch.cdist(x[:, 0], m.table, compute_mode="use_mm_for_euclid_dist"), APART),
-        ("Cdist", "frozen", lambda x, b, m: torch.cdist(x[:, 0], m.frozen), APART),
-        ("EuclideanDist", "frozen", lambda x, b, m: torch.cdist(x[:, 0], m.frozen, compute_mode="use_mm_for_euclid_dist"), APART),
-        ("Cdist", "steps of one sample", lambda x, b, m: torch.cdist(x, x.sin()), APART),
-        ("EuclideanDist", "steps of one sample", lambda x, b, m: torch.cdist(x, x.sin(), compute_mode="use_mm_for_euclid_dist"), APART),
-        ("Cdist", "data of one sample", lambda x, b, m: torch.cdist(x, b["d"]), APART),
-        ("EuclideanDist", "data of one sample", lambda x, b, m: torch.cdist(x, b["d"], compute_mode="use_mm_for_euclid_dist"), APART),
-        ("Cdist", "rows with rows", lambda x, b, m: torch.cdist(x[:, 0], x[:, 1]), MIXED),
-        ("EuclideanDist", "rows with rows", lambda x, b, m: torch.cdist(x[:, 0], x[:, 1], compute_mode="use_mm_for_euclid_dist"), MIXED),
-        ("Cdist", "rows with data", lambda x, b, m: torch.cdist(x[:, 0], b["d"][:, 0]), MIXED),
-        ("EuclideanDist", "rows with data", lambda x, b, m: torch.cdist(x[:, 0], b["d"][:, 0], compute_mode="use_mm_for_euclid_dist"), MIXED),
-        ("Cdist", "rows with rows, step by step", lambda x, b, m: torch.cdist(x.transpose(0, 1), x.sin().transpose(0, 1)), MIXED),
-        ("EuclideanDist", "rows with rows, step by step", lambda x, b, m: torch.cdist(x.transpose(0, 1), x.sin().transpose(0, 1), compute_mode="use_mm_for_euclid_dist"), MIXED),
-        ("Dot", "of all", lambda x, b, m: torch.dot(x.flatten(), b["d"].flatten()), APART),
-        ("Dot", "of one vector", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 1, 1]), APART),
+        *((name, "table", lambda x, b, m, how=how: torch.cdist(x[:, 0], m.table, compute_mode=how), APART) for name, how in DISTANCES.items()),
+        *((name, "frozen", lambda x, b, m, how=how: torch.cdist(x[:, 0], m.frozen, compute_mode=how), APART) for name, how in DISTANCES.items()),
+        *((name, "steps of one sample", lambda x, b, m, how=how: torch.cdist(x, x.sin(), compute_mode=how), APART) for name, how in DISTANCES.items()),
+        *((name, "data of one sample", lambda x, b, m, how=how: torch.cdist(x, b["d"], compute_mode=how), APART) for name, how in DISTANCES.items()),
+        *((name, "rows with rows", lambda x, b, m, how=how: torch.cdist(x[:, 0], x[:, 1], compute_mode=how), MIXED) for name, how in DISTANCES.items()),
+        *((name, "rows with data", lambda x, b, m, how=how: torch.cdist(x[:, 0], b["d"][:, 0], compute_mode=how), MIXED) for name, how in DISTANCES.items()),
+        *((name, "rows with rows, step by step", lambda x, b, m, how=how: torch.cdist(x.transpose(0, 1), x.sin().transpose(0, 1), compute_mode=how), MIXED) for name, how in DISTANCES.items()),
+        ("Dot", "of all", lambda x, b, m: torch.dot(x.flatten(), b["d"].flatten()), CLOSED),
         ("Dot", "of shifted vectors", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 1, 1].flip(0)), MIXED),
-        ("Dot", "below a root", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 0, 0]) * x, MIXED),
         ("Pdist", "rows", lambda x, b, m: F.pdist(x[:, 0]), MIXED),
         ("Tril", "weight", lambda x, b, m: x[:, 0] @ m.square.tril(), APART),
-        ("Triu", "weight", lambda x, b, m: x[:, 0] @ m.square.triu(), APART),
         ("LinalgMatrixExp", "weight", lambda x, b, m: x[:, 0] @ torch.linalg.matrix_exp(m.square * 0.1), APART),
         ("WeightNormInterface", "weight", lambda x, b, m: F.linear(x, torch._weight_norm(m.square, m.p[:, None], 0)), APART),
     ]  # fmt: skip
@@ -584,17 +543,12 @@ def vectors() -> Iterator[Row]:
     rows: dict[str, tuple[Make, str]] = {
         "nc,kc->nk with data": (lambda x, b, m: torch.einsum("nc,kc->nk", x, b["d"]), MIXED),
         "nc,kc->nk": (lambda x, b, m: torch.einsum("nc,kc->nk", x, x.sin()), MIXED),
-        "nc,kc->kn with data": (lambda x, b, m: torch.einsum("nc,kc->kn", x, b["d"]), MIXED),
         "nc,nk->ck with data": (lambda x, b, m: torch.einsum("nc,nk->ck", x, b["d"]), MIXED),
-        "nc,nk->ck": (lambda x, b, m: torch.einsum("nc,nk->ck", x, x.sin()), MIXED),
         "nc,k->nck with weights": (lambda x, b, m: torch.einsum("nc,k->nck", x, b["w"]), MIXED),
-        "nc,n->c with weights": (lambda x, b, m: torch.einsum("nc,n->c", x, b["w"]), MIXED),
         "nc,nc->n with data": (lambda x, b, m: torch.einsum("nc,nc->n", x, b["d"]), APART),
         "nc,nc->n": (lambda x, b, m: torch.einsum("nc,nc->n", x, x.sin()), APART),
-        "nc,nk->nck": (lambda x, b, m: torch.einsum("nc,nk->nck", x, x.sin()), APART),
         "nc,nk->nck with data": (lambda x, b, m: torch.einsum("nc,nk->nck", x, b["d"]), APART),
         "nc,ck->nk with a parameter": (lambda x, b, m: torch.einsum("nc,ck->nk", x, m.square), APART),
-        "nc,ck->nk with a buffer": (lambda x, b, m: torch.einsum("nc,ck->nk", x, m.frozen), APART),
         "nc,kc->nk with a table": (lambda x, b, m: torch.einsum("nc,kc->nk", x, m.table), APART),
     }  # fmt: skip
     for label, (make, outcome) in rows.items():
@@ -616,7 +570,6 @@ def layers() -> Iterator[Row]:
         ("NativeLayerNorm", "two dimensions", lambda x, b, m: F.layer_norm(x, (3, 4)), APART, (3, 4)),
         ("NativeLayerNorm", "samples in the middle", lambda x, b, m: F.layer_norm(x.transpose(0, 1), (4,)), APART, (3, 4)),
         ("NativeLayerNorm", "over samples", lambda x, b, m: F.layer_norm(x.movedim(0, 2), (len(x),)), MIXED, (3, 4)),
-        ("NativeLayerNorm", "over samples too", lambda x, b, m: F.layer_norm(x.transpose(0, 1), (len(x), 4)), MIXED, (3, 4)),
         ("Rsqrt", "rms norm", lambda x, b, m: F.rms_norm(x, (4,), m.p), APART, (3, 4)),
         ("Rsqrt", "rms norm over samples", lambda x, b, m: F.rms_norm(x.movedim(0, 2), (len(x),)), MIXED, (3, 4)),
         ("NativeGroupNorm", "", lambda x, b, m: F.group_norm(x, 2), APART, image),
@@ -662,26 +615,10 @@ def layers() -> Iterator[Row]:
     ]  # fmt: skip
     for name, label, make, outcome, shape in rows:
         yield Row(name, label, make, outcome, shape)
-        if (
-            len(shape) > 1
-            and not label
-            and name not in {"NativeLayerNorm", "ConstantPadNd", "Col2Im"}
-            and "Attention" not in name
-        ):
-            spatial = "Pool" in name or "Upsample" in name or "Pad" in name or name == "GridSampler2D"
-            if spatial and name != "GridSampler2D":
-                yield Row(
-                    name, "channels are samples", lambda x, b, m, make=make: make(x.transpose(0, 1), b, m), APART, shape
-                )
-                if "Nearest" not in name:
-                    yield Row(
-                        name,
-                        "positions are samples",
-                        lambda x, b, m, make=make: make(x.movedim(0, -1), b, m),
-                        MIXED,
-                        shape,
-                        ((5, 3, 7), (3, 5, 4)),
-                    )
+        if not label and name != "ConstantPadNd" and ("Pool" in name or "Upsample" in name or "Pad" in name):
+            yield Row(name, "channels are samples", lambda x, b, m, make=make: make(x.transpose(0, 1), b, m), APART, shape)  # fmt: skip
+            if "Nearest" not in name:
+                yield Row(name, "positions are samples", lambda x, b, m, make=make: make(x.movedim(0, -1), b, m), MIXED, shape, ((5, 3, 7), (3, 5, 4)))  # fmt: skip
 
 
 def _full(x: Tensor, size: int, strength: float = 2.0) -> Tensor:
@@ -697,27 +634,15 @@ def matrices() -> Iterator[Row]:
         "LinalgSvd": linalg.svdvals, "LinalgEigh": lambda a: linalg.eigh(a + a.mT)[1].square(), "LinalgEig": lambda a: linalg.eig(a)[0].abs(), "LinalgQr": lambda a: linalg.qr(a)[0].square(),
         "LinalgSolveEx": lambda a: linalg.solve(a, a.sin()), "LinalgSolveTriangular": lambda a: linalg.solve_triangular(a, a.sin(), upper=True), "LinalgMatrixExp": lambda a: linalg.matrix_exp(0.2 * a.contiguous()),
         "LinalgLu": lambda a: linalg.lu(a)[2], "LinalgHouseholderProduct": lambda a: linalg.householder_product(a, a[..., 0]),
-        "CholeskySolve": lambda a: torch.cholesky_solve(a.sin(), a), "CholeskyInverse": torch.cholesky_inverse, "LinalgCross": lambda a: linalg.cross(a, a.sin(), dim=-1),
+        "CholeskySolve": lambda a: torch.cholesky_solve(a.sin(), a), "CholeskyInverse": torch.cholesky_inverse,
     }  # fmt: skip
     for name, f in table.items():
         yield Row(name, "per sample", lambda x, b, m, f=f: f(_full(x, 3)), APART, (3, 3))
-        if name != "LinalgCross":  # of three samples, no more
-            for label, turn in {"rows": lambda a: a, "columns": lambda a: a.mT}.items():
-                yield Row(
-                    name,
-                    f"samples are {label}",
-                    lambda x, b, m, f=f, turn=turn: f(turn(_full(x.transpose(0, 1)[..., :1].expand(3, len(x), len(x)), len(x)))),
-                    MIXED,
-                    (3, 3),
-                )  # fmt: skip
+        for label, turn in {"rows": lambda a: a, "columns": lambda a: a.mT}.items():
+            yield Row(name, f"samples are {label}", lambda x, b, m, f=f, turn=turn: f(turn(_full(x.transpose(0, 1)[..., :1].expand(3, len(x), len(x)), len(x)))), MIXED, (3, 3))  # fmt: skip
         yield Row(name, "one matrix of all", lambda x, b, m, f=f: f(_full(x.mean(0), 3)), MIXED, (3, 3))
         yield Row(name, "two batch dimensions", lambda x, b, m, f=f: f(_full(x.movedim(0, 1), 3)), APART, (2, 3, 3), brief=True)  # fmt: skip
     rows: list[tuple[str, str, Make, str]] = [
-        ("LinalgSvd", "vectors", lambda x, b, m: linalg.svd(_full(x, 3))[2].square(), APART),
-        ("LinalgLu", "lower", lambda x, b, m: linalg.lu(_full(x, 3))[1], APART),
-        ("LinalgQr", "triangle", lambda x, b, m: linalg.qr(_full(x, 3))[1].square(), APART),
-        ("LinalgEigh", "values", lambda x, b, m: linalg.eigvalsh(_full(x, 3)), APART),
-        ("LinalgEig", "vectors", lambda x, b, m: linalg.eig(_full(x, 3))[1].abs(), APART),
         ("LinalgSolveEx", "a vector of the sample", lambda x, b, m: linalg.solve(_full(x, 3), x[:, 0]), APART),
         ("LinalgSolveEx", "data of the sample", lambda x, b, m: linalg.solve(_full(x, 3), b["d"]), APART),
         ("LinalgSolveEx", "matrices of data", lambda x, b, m: linalg.solve(_full(b["d"], 3), x), APART),
@@ -725,48 +650,30 @@ def matrices() -> Iterator[Row]:
         ("LinalgSolveEx", "one right side of all", lambda x, b, m: linalg.solve(_full(x, 3), x.sin().mean(0)), MIXED),
         ("LinalgSolveEx", "in pairs", lambda x, b, m: linalg.solve(_full(x, 3)[:, None], x[None]), MIXED),
         ("LinalgSolveTriangular", "in pairs", lambda x, b, m: linalg.solve_triangular(_full(x, 3)[:, None], x[None], upper=True), MIXED),
-        ("LinalgSolveTriangular", "in pairs with data", lambda x, b, m: linalg.solve_triangular(_full(b["d"], 3)[:, None], x[None], upper=True), MIXED),
         ("LinalgSolveTriangular", "weight of a flow", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x.mT, upper=True), APART),
         ("LinalgSolveTriangular", "samples are columns beside a parameter", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0].T, upper=True).T, APART),
         ("LinalgSolveTriangular", "samples are columns beside a parameter, a norm of each", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3)[None], x[:, 0].T[None], upper=True).square().sum(-2).T.reshape(-1), APART),
         ("LinalgSolveTriangular", "samples are columns beside the model's own", lambda x, b, m: linalg.solve_triangular(_full(m.frozen, 3), x[:, 0].T, upper=True).T, CLOSED),
-        ("LinalgSolveTriangular", "samples are columns beside the first one's data", lambda x, b, m: linalg.solve_triangular(_full(b["d"][0], 3), x[:, 0].T, upper=True).T, MIXED),
         ("LinalgSolveTriangular", "samples are columns beside their covariance", lambda x, b, m: linalg.solve_triangular(_full(x[:, 0].T @ x[:, 0], 3), x[:, 0].T, upper=True).T, MIXED),
-        ("LinalgSolveTriangular", "samples are columns beside their mean", lambda x, b, m: linalg.solve_triangular(_full(x.mean(0), 3), x[:, 0].T, upper=True).T, MIXED),
-        ("LinalgSolveTriangular", "samples are columns beside the first one", lambda x, b, m: linalg.solve_triangular(_full(x[0], 3), x[:, 0].T, upper=True).T, MIXED),
         ("LinalgSolveTriangular", "samples are columns, softened", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0].T, upper=True).softmax(-1), MIXED),
-        ("LinalgSolveTriangular", "samples are rows on the left side", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0], upper=True, left=False), CLOSED),
         ("LinalgSolveTriangular", "samples are columns of both", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0].T, upper=True, left=True).T * x[:, 0].flip(0), MIXED),
         ("LinalgSolveTriangular", "samples are columns on the left side", lambda x, b, m: linalg.solve_triangular(_full(x[:, 0] @ x[:, 0].T, len(x)), x[:, 0].T, upper=True, left=False).T, MIXED),
         ("LinalgSolveTriangular", "distances of a normal with a scale of its own", lambda x, b, m: linalg.solve_triangular(_full(x, 3), x[:, 0].reshape(-1, len(x), 3).permute(1, 2, 0), upper=True).square().sum(-2).t().reshape(-1), APART),
         ("LinalgSolveTriangular", "distances of a normal with a scale of data", lambda x, b, m: linalg.solve_triangular(_full(b["d"], 3), x[:, 0].reshape(-1, len(x), 3).permute(1, 2, 0), upper=True).square().sum(-2).t().reshape(-1), APART),
         ("DiagEmbed", "features", lambda x, b, m: torch.diag_embed(x[:, 0]), APART),
         ("DiagEmbed", "features of steps, beside data", lambda x, b, m: torch.diag_embed(x) * b["d"][..., None], APART),
-        ("DiagEmbed", "features, another place", lambda x, b, m: torch.diag_embed(x[:, 0], offset=1, dim1=0, dim2=2), APART),
         ("DiagEmbed", "a parameter", lambda x, b, m: x @ torch.diag(m.p), APART),
         ("DiagEmbed", "samples", lambda x, b, m: torch.diag(x[:, 0, 0]), CLOSED),
-        ("DiagEmbed", "samples, softened", lambda x, b, m: torch.diag(x[:, 0, 0]).softmax(1), MIXED),
         ("DiagEmbed", "samples, beside rows", lambda x, b, m: torch.diag(x[:, 0, 0]) @ x[:, 1], CLOSED),
-        ("Diagonal", "copied, of steps", lambda x, b, m: torch.diagonal_copy(x, dim1=1, dim2=2), APART),
         ("Diagonal", "copied, of pairs", lambda x, b, m: torch.diag(x[:, 0] @ x[:, 1].T.flip(1)), MIXED),
         ("CholeskySolve", "in pairs", lambda x, b, m: torch.cholesky_solve(x[:, None], _full(x, 3)[None]), MIXED),
-        ("CholeskySolve", "in pairs with data", lambda x, b, m: torch.cholesky_solve(x[:, None], _full(b["d"], 3)[None]), MIXED),
-        ("LinalgCross", "steps", lambda x, b, m: linalg.cross(x, x.sin(), dim=1), APART),
-        ("LinalgCross", "data", lambda x, b, m: linalg.cross(x, b["d"], dim=1), APART),
-        ("LinalgCross", "parameter", lambda x, b, m: linalg.cross(x, m.p.expand(1, 1, 3), dim=2), APART),
-        ("LinalgCross", "samples behind", lambda x, b, m: linalg.cross(x.movedim(0, 2), x.sin().movedim(0, 2), dim=0), APART),
-        ("LinalgCross", "in pairs", lambda x, b, m: linalg.cross(x[:, None], x[None], dim=-1), MIXED),
         ("LinalgCross", "in pairs with data", lambda x, b, m: linalg.cross(x[:, None], b["d"][None], dim=-1), MIXED),
-        ("LinalgCross", "first sample", lambda x, b, m: linalg.cross(x, x[:1].sin(), dim=-1), MIXED),
-        ("LinalgCross", "batch mean", lambda x, b, m: linalg.cross(x, x.mean(0, keepdim=True), dim=-1), MIXED),
         ("FftR2C", "of a plane", lambda x, b, m: torch.fft.rfft2(x).abs(), APART),
         ("FftC2C", "of a plane with samples", lambda x, b, m: torch.fft.fft2(torch.complex(x, x.sin()), dim=(0, 1)).abs(), MIXED),
-        ("FftC2C", "of all", lambda x, b, m: torch.fft.fftn(x).abs(), MIXED),
         ("FftC2R", "filter", lambda x, b, m: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(b["d"]), 3), APART),
         ("FftR2C", "spectrogram", lambda x, b, m: torch.stft(x.flatten(1), 4, window=torch.ones(4).double(), return_complex=True).abs(), APART),
         ("FftR2C", "spectrogram of one long signal", lambda x, b, m: torch.stft(x.flatten(), 4, window=torch.ones(4).double(), return_complex=True).abs(), MIXED),
         ("Vdot", "of all", lambda x, b, m: torch.vdot(torch.complex(x, x.sin()).flatten(), torch.complex(b["d"], b["d"].sin()).flatten()).real, APART),
-        ("Vdot", "of shifted vectors", lambda x, b, m: torch.vdot(torch.complex(x, x.sin()).flatten(), torch.complex(x, x.cos()).flatten().roll(1)).real, MIXED),
         ("ViewAsComplex", "rotary positions", lambda x, b, m: torch.view_as_real(torch.view_as_complex(torch.stack([x, x.sin()], -1)) * torch.polar(torch.ones(3).double(), CONST[:3])), APART),
         ("ViewAsReal", "set against data", lambda x, b, m: torch.view_as_real(torch.complex(x, x.sin())) * b["d"][..., None], APART),
     ]  # fmt: skip
@@ -810,64 +717,40 @@ def writes() -> Iterator[Row]:
     slices, n = slice, len
     rows: list[tuple[str, str, Make, str]] = [
         ("Repeat", "steps", lambda x, b, m: x.repeat(1, 2, 1), APART),
-        ("Repeat", "features", lambda x, b, m: x.repeat(1, 1, 2), APART),
-        ("Repeat", "samples behind", lambda x, b, m: x.transpose(0, 1).repeat(2, 1, 1), APART),
         ("Repeat", "rows", lambda x, b, m: x.repeat(2, 1, 1), APART),
-        ("Repeat", "rows, told apart", lambda x, b, m: x.repeat(2, 1, 1).view(2, *x.shape) * b["d"], APART),
-        ("Repeat", "rows beside data", lambda x, b, m: x.repeat(2, 1, 1) * b["d"].repeat(2, 1, 1), APART),
         ("Repeat", "rows beside data in another order", lambda x, b, m: x.repeat(2, 1, 1) * b["d"].repeat_interleave(2, 0), UNSEEN),
-        ("Repeat", "rows paired by a reshape", lambda x, b, m: x.repeat(2, 1, 1).view(n(x), 2, 3, 4).prod(1), MIXED),
-        ("Repeat", "rows beside rows in another order", lambda x, b, m: x.repeat(2, 1, 1) * x.repeat_interleave(2, 0), MIXED),
-        ("Repeat", "a new dimension", lambda x, b, m: x.repeat(2, 1, 1, 1), APART),
         ("Repeat", "all pairs", lambda x, b, m: x.repeat(n(x), 1, 1) * x.repeat_interleave(n(x), 0), MIXED),
-        ("Repeat", "all pairs with data", lambda x, b, m: x.repeat(n(x), 1, 1) * b["d"].repeat_interleave(n(x), 0), MIXED),
-        ("Repeat", "a new dimension of pairs", lambda x, b, m: x.repeat(n(x), 1, 1, 1) * x[:, None], MIXED),
-        ("Repeat", "a new dimension of pairs with data", lambda x, b, m: x.repeat(n(x), 1, 1, 1) * b["d"][:, None], MIXED),
         ("Repeat", "a column and a row of data", lambda x, b, m: x[:, 0, :1].repeat(1, n(x)) * b["w"], MIXED),
-        ("Repeat", "a row and a column of data", lambda x, b, m: x[:, 0, 0].repeat(n(x), 1) * b["w"][:, None], MIXED),
-        ("Repeat", "the first sample", lambda x, b, m: x * x[:1].repeat(n(x), 1, 1), MIXED),
         ("AsStrided", "windows", lambda x, b, m: x.flatten(1).as_strided((n(x), 5, 4), (12, 2, 1)), APART),
         ("AsStrided", "windows over all", lambda x, b, m: x.flatten().as_strided((3 * n(x) - 1, 8), (4, 1)).prod(1), MIXED),
         ("AsStrided", "beyond the sample", lambda x, b, m: F.pad(x.flatten(), (0, 12)).as_strided((n(x), 16), (12, 1)).prod(1), MIXED),
         ("AsStrided", "samples behind", lambda x, b, m: x.contiguous().as_strided((12, n(x)), (1, 12)), CLOSED),
         ("AsStrided", "the first sample", lambda x, b, m: x * x.contiguous().as_strided(x.shape, (0, 4, 1)), MIXED),
-        ("AsStrided", "the next sample", lambda x, b, m: x[:-1] * x.contiguous().as_strided((n(x) - 1, 3, 4), (12, 4, 1), 12), MIXED),
         ("AsStrided", "a view that was written", lambda x, b, m: _view_written(x, (slices(None), 0)), APART),
         ("AsStrided", "a row that was written", lambda x, b, m: _view_written(x, 0), MIXED),
         ("CopySlices", "a step", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 1]), APART),
-        ("CopySlices", "a step beside data", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 1]) * b["d"], APART),
-        ("CopySlices", "a feature", lambda x, b, m: _written(x.sin(), (..., 0), x[..., 1]), APART),
-        ("CopySlices", "a step of data", lambda x, b, m: _written(x.sin(), (slices(None), 0), b["d"][:, 0]), APART),
         ("CopySlices", "a step into data", lambda x, b, m: _written(b["d"], (slices(None), 0), x[:, 1]), APART),
         ("CopySlices", "shifted steps", lambda x, b, m: _written(x.sin(), (slices(None), slices(1, None)), x[:, :-1]), APART),
         ("CopySlices", "a number", lambda x, b, m: _written(x.sin(), (slices(None), 0), 0.5), APART),
         ("CopySlices", "a parameter", lambda x, b, m: _written(x.sin(), (slices(None), 0), m.p), APART),
         ("CopySlices", "a decoder", lambda x, b, m: _decoded(x), APART),
         ("CopySlices", "a decoder beside data", lambda x, b, m: _decoded(x) * b["d"].transpose(0, 1), APART),
-        ("CopySlices", "a decoder, over steps", lambda x, b, m: _decoded(x).softmax(0), APART),
         ("CopySlices", "a decoder, over samples", lambda x, b, m: _decoded(x).softmax(1), MIXED),
         ("CopySlices", "a decoder, samples first", lambda x, b, m: _decoded(x, first=True) * b["d"], APART),
-        ("CopySlices", "a decoder, samples first, over samples", lambda x, b, m: _decoded(x, first=True).softmax(0), MIXED),
         ("CopySlices", "a decoder of shifted samples", lambda x, b, m: _decoded(x.roll(1, 0)) * x.transpose(0, 1), MIXED),
         ("CopySlices", "the diagonal of pairs", lambda x, b, m: (x[:, 0] @ x[:, 1].T).fill_diagonal_(0.0), MIXED),
-        ("CopySlices", "the batch's mean", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 0].mean(0)), MIXED),
         ("CopySlices", "a softmax over the batch", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 0].softmax(0)), MIXED),
         ("CopySlices", "of rows, in place", lambda x, b, m: _filled(x, range(n(x))), CLOSED),
         ("CopySlices", "of rows, in another order", lambda x, b, m: _filled(x, range(n(x))[::-1]), MIXED),
-        ("CopySlices", "a row into the first", lambda x, b, m: _written(x.sin(), 0, x[-1]), MIXED),
         ("CopySlices", "the next row", lambda x, b, m: _written(x.sin(), slices(0, -1), x[1:]), MIXED),
         ("CopySlices", "a parameter into the first", lambda x, b, m: _written(x.sin(), 0, m.p), UNSEEN),
-        ("CopySlices", "a step of the first", lambda x, b, m: _written(x.sin(), (0, 0), x[-1, 0]), MIXED),
         ("CopySlices", "the first row everywhere", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:1, 0]), MIXED),
         ("CopySlices", "a number into the first", lambda x, b, m: _written(x.sin(), 0, 0.5), UNSEEN),
         ("CopySlices", "half of the rows", lambda x, b, m: _written(x.sin(), slices(0, n(x) // 2), x[n(x) // 2 : n(x) // 2 * 2]), MIXED),
-        ("IndexPut", "rows by a mask", lambda x, b, m: _kept(x, b["w"] > 0.8), APART),
         ("IndexPut", "rows by a mask, beside data", lambda x, b, m: _kept(x, b["w"] > 0.8) * b["d"], APART),
         ("IndexPut", "elements by a mask, beside data", lambda x, b, m: _kept(x, b["mask"]) * b["d"], APART),
         ("IndexPut", "rows by a mask, of other rows", lambda x, b, m: _written(x.sin(), b["w"] > 0.8, x.roll(1, 0)[b["w"] > 0.8]), MIXED),
         ("IndexPut", "the batch's mean by a mask of one", lambda x, b, m: _written(x.sin(), b["w"] == b["w"].max(), x.mean(0)), MIXED),
-        ("IndexPut", "the first row by a mask of one", lambda x, b, m: _written(x.sin(), b["w"] == b["w"].max(), x[0]), MIXED),
-        ("IndexPut", "another's row by a mask of one", lambda x, b, m: _written(x.sin(), b["w"] == b["w"].max(), x[b["w"] == b["w"].min()]), MIXED),
         ("IndexPut", "another's row by a mask of one, beside data", lambda x, b, m: _written(b["d"], b["w"] == b["w"].max(), x[b["w"] == b["w"].min()]), MIXED),
         ("IndexPut", "rows in another order", lambda x, b, m: _written(torch.zeros_like(x), torch.arange(n(x)).flip(0), x) * x, MIXED),
         ("IndexPut", "rows into one", lambda x, b, m: torch.zeros_like(x).index_put((torch.zeros(n(x)).long(),), x, accumulate=True), MIXED),
