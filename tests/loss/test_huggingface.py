@@ -71,12 +71,9 @@ def text(n: int, seed: int) -> Batch:
         "next": tokens.masked_fill(mask == 0, -100),
         "answers": tokens.masked_fill((mask == 0) | (torch.arange(width) < answer[:, None]), -100),
         "hidden": tokens.masked_fill(~hidden | (mask == 0), -100),
-        "class": torch.randint(3, (n,), generator=by),
-        "score": normal(n, by=by),
         "flags": torch.randint(2, (n, 3), generator=by).double(),
         "start": answer,
         "end": lengths - 1,
-        "choice": torch.randint(2, (n,), generator=by),
     }
 
 
@@ -86,7 +83,6 @@ def images(n: int, seed: int) -> Batch:
     return {
         "pixel_values": normal(n, 3, 8, 8, by=by),
         "class": torch.randint(3, (n,), generator=by),
-        "map": torch.randint(3, (n, 8, 8), generator=by),
     }
 
 
@@ -108,16 +104,13 @@ def tiny(cls: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     return built(lambda: getattr(T, cls)(getattr(T, config)(**settings)))
 
 
-def llama(cls: str = "LlamaForCausalLM", **more: Any) -> Callable[[], nn.Module]:
-    """Llama of two layers."""
-    return tiny(cls, "LlamaConfig", **SIZES, num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0, **more)
-
-
 def bert(cls: str, **more: Any) -> Callable[[], nn.Module]:
     """BERT of two layers with the head that is asked for."""
     return tiny(cls, "BertConfig", **SIZES, **NO_DROPOUT, max_position_embeddings=16, **more)
 
 
+LLAMA = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 16, "pad_token_id": 0}
+llama = tiny("LlamaForCausalLM", "LlamaConfig", **LLAMA)
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
 gpt2 = tiny("GPT2LMHeadModel", "GPT2Config", **GPT2, embd_pdrop=0.0, attn_pdrop=0.0)  # its head is its embedding's
 SIDES = {
@@ -140,18 +133,10 @@ def kept(name: str, *, shifted: bool = False) -> Callable[[Batch], float]:
 
 MODELS: list[tuple[Loss, float]] = [
     (Loss("gpt2", gpt2, text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), 1e-12),
-    (Loss("gpt2-answers-only", gpt2, text, asking(**TEXT, labels="answers"), count=kept("answers", shifted=True)), 1e-12),
-    (Loss("llama", llama(), text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), FLOAT32_INSIDE),
-    (Loss("llama-eager-attention", llama(attn_implementation="eager"), text, asking(**TEXT, labels="answers")), FLOAT32_INSIDE),
-    (Loss("llama-classification", llama("LlamaForSequenceClassification", num_labels=3), text, asking(**TEXT, labels="class")), FLOAT32_INSIDE),
+    (Loss("llama", llama, text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), FLOAT32_INSIDE),
     (Loss("bert-masked", bert("BertForMaskedLM"), text, asking(**TEXT, labels="hidden"), count=kept("hidden")), 1e-12),
-    (Loss("bert-causal", bert("BertLMHeadModel", is_decoder=True), text, asking(**TEXT, labels="next")), 1e-12),
-    (Loss("bert-classification", bert("BertForSequenceClassification", num_labels=3), text, asking(**TEXT, labels="class")), 1e-12),
-    (Loss("bert-regression", bert("BertForSequenceClassification", num_labels=1), text, asking(**TEXT, labels="score")), 1e-12),
     (Loss("bert-multilabel", bert("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification"), text, asking(**TEXT, labels="flags")), 1e-12),
-    (Loss("bert-tokens", bert("BertForTokenClassification", num_labels=VOCABULARY), text, asking(**TEXT, labels="hidden")), 1e-12),
     (Loss("bert-questions", bert("BertForQuestionAnswering"), text, asking(**TEXT, start_positions="start", end_positions="end")), 1e-12),
-    (Loss("bert-pretraining-next-sentence", bert("BertForNextSentencePrediction"), text, asking(**TEXT, labels="choice")), 1e-12),
     (Loss("t5", t5, text, asking(**TEXT, labels="answers"), count=kept("answers")), FLOAT32_INSIDE),
     (Loss("bart", bart, text, asking(**TEXT, labels="answers"), count=kept("answers")), 1e-12),
     (Loss("vit", vit, images, asking(pixel_values="pixel_values", labels="class"), count=lambda b: len(b["class"])), 1e-12),
@@ -166,10 +151,9 @@ def test_outputs_loss_is_the_big_batch(case: Loss, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["gpt2", "bert-masked"])
-def test_with_their_gradient_checkpointing(name: str, reentrant: bool) -> None:
+def test_with_their_gradient_checkpointing(reentrant: bool) -> None:
     """`gradient_checkpointing_enable()` changes nothing."""
-    (case,) = [case for case, _ in MODELS if case.name == name]
+    (case,) = [case for case, _ in MODELS if case.name == "gpt2"]
     batches = case.micro_batches(SPLIT)
     model: Any = case.model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -179,7 +163,7 @@ def test_with_their_gradient_checkpointing(name: str, reentrant: bool) -> None:
 
 def test_frozen_body_and_head() -> None:
     """As under LoRA: only the layers in the middle learn, and reading goes down to them."""
-    (case,) = [case for case, _ in MODELS if case.name == "gpt2-answers-only"]
+    (case,) = [case for case, _ in MODELS if case.name == "gpt2"]
 
     def middle_only() -> nn.Module:
         model: Any = case.model()
@@ -212,18 +196,6 @@ def test_micro_batches_padded_to_their_own_longest() -> None:
     assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
 
 
-def test_label_smoothing_by_hand_over_their_logits() -> None:
-    """A loss of one's own over `outputs.logits` is read like any other."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["next"][:, 1:].flatten(), label_smoothing=0.1)
-
-    case = Loss("smoothed", gpt2, text, loss)
-    batches = case.micro_batches(SPLIT)
-    assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
-
-
 def test_num_items_in_batch_is_refused() -> None:
     """A loss already divided by Trainer's own total is a sum over a number."""
     case = Loss(
@@ -236,33 +208,21 @@ def test_num_items_in_batch_is_refused() -> None:
         accumulated(case, case.micro_batches(SPLIT), 4)
 
 
-EXPERTS: dict[str, Any] = {
-    "num_key_value_heads": 1,
-    "num_local_experts": 3,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-}
-EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-mixtral = tiny("MixtralForCausalLM", "MixtralConfig", **SIZES, **EXPERTS)  # of three, balanced
-
-
-def test_load_balancing_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture's router loss couples the tokens of the batch."""
-    monkeypatch.undo()  # its experts count with `.float()`
-    case = Loss("mixtral", lambda: mixtral().float(), text, asking(**TEXT, labels="next"))
-    with pytest.raises(LossError):
-        accumulated(case, case.micro_batches(SPLIT), 4)
+EXPERTS = {"num_local_experts": 3, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+mixtral = tiny("MixtralForCausalLM", "MixtralConfig", **LLAMA, **EXPERTS)  # of three, balanced
 
 
 def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches meet inside the model, at a function of its module."""
-    monkeypatch.undo()
+    """An Accumulator refuses it; in a BigStep micro-batches meet inside the model, at a function of its module."""
+    monkeypatch.undo()  # its experts count with `.float()`
     page = (Path(__file__).parents[2] / "docs" / "coupled.md").read_text()
     (code,) = re.findall(r"^(def balance.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"torch": torch, "F": F, "across": across}
     exec(code, names)  # noqa: S102 - that is the test
     case = Loss("mixtral", lambda: mixtral().float(), text, asking(**TEXT, labels="next"))
     batches = [case.batch(10, seed) for seed in range(3)]
+    with pytest.raises(LossError):
+        accumulated(case, batches, 3)
     true = big_batches(case, batches, 1)
     model = case.model()
     step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), case.loss, micro_batch_size=4)
@@ -271,22 +231,3 @@ def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: py
         for batch in batches:
             step(batch)
     assert distance([p.detach() for p in model.parameters()], true.weights) <= FLOAT32_INSIDE
-
-
-def test_clip_is_refused() -> None:
-    """Two towers and every pair of the batch."""
-    words = {**SIZES, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    sight = {**VISION, "image_size": 8, "patch_size": 4}
-    clip = tiny("CLIPModel", "CLIPConfig", text_config=words, vision_config=sight, projection_dim=6)
-
-    def both(n: int, seed: int) -> Batch:
-        return {**text(n, seed), **images(n, seed)}
-
-    case = Loss(
-        "clip",
-        clip,
-        both,
-        lambda m, b: m(**{k: b[k] for k in ("input_ids", "attention_mask", "pixel_values")}, return_loss=True).loss,
-    )
-    with pytest.raises(LossError, match=r"(?i)mm|matmul"):
-        accumulated(case, case.micro_batches(SPLIT), 4)
