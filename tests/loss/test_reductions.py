@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bigbatch import counted
 from bigbatch.errors import LossError
+from tests.support.losses import squares
 from tests.support.reference import accumulated, assert_equal, big_batches
 from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
 
@@ -35,6 +37,12 @@ def slope(model: Any, batch: Batch, of: Callable[[Tensor, Batch], Tensor]) -> Te
     return 10 * (found.norm(dim=1) - 1).square().mean()
 
 
+def learned_scale(model: Any, batch: Batch, penalty: Callable[[Tensor], Tensor]) -> Tensor:
+    """A value that serves the data and a regularizer cannot carry the regularizer's weight."""
+    scale = F.softplus(model.s)
+    return (squares(model, batch) / (2 * scale**2)).sum() + penalty(scale)
+
+
 def case(loss: Callable[[Any, Batch], Tensor], batch: Callable[[int, int], Batch] = rows) -> Loss:
     """A loss of a model with two scalars of its own."""
     return Loss("", seeded(Tempered), batch, loss)
@@ -43,12 +51,16 @@ def case(loss: Callable[[Any, Batch], Tensor], batch: Callable[[int, int], Batch
 EXACT = {
     "steps one by one": case(lambda m, b: torch.stack([y.tanh() for y in m(b["x"]).unbind(1)], 1).mean(1).exp().mean(), sequences),
     "slope of a summed loss": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"], reduction="sum"))),
+    "a learned scale, and its own place": case(lambda m, b: learned_scale(m, b, lambda scale: counted(scale, "once"))),
     "a factor over a mean and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).mean() + 0.1 * m.t.square())),
 }  # fmt: skip
 
 REFUSED = {
     "a factor over a sum and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).sum() + 0.1 * m.t.square().mean())),
     "a factor over a sum and its own logarithm": case(lambda m, b: m.s.exp() * (m(b["x"]).square().sum() / m.t.exp() + m.t)),
+    "a learned scale of data and penalty": case(lambda m, b: learned_scale(m, b, lambda scale: scale)),
+    "twice the size inside of a sum": case(lambda m, b: (squares(m, b).sum(1) / (2 * len(b["x"]))).sum()),
+    "chamfer": case(lambda m, b: (m(b["x"])[:, None] - b["value"][None]).pow(2).sum(-1).min(1).values.mean()),
     "rows one by one": case(lambda m, b: one_by_one(m(b["x"]), lambda every, at: every[at].softmax(-1)).mean(1).exp().mean(), sequences),
     "one row of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean()),
     "one row of an unbind, of several steps": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean(), sequences),
