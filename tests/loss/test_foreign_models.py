@@ -1,7 +1,6 @@
 """Losses that run through models of others: weights that another accumulator trains, BatchNorm in training mode."""
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -90,41 +89,18 @@ def clamp(model: nn.Module) -> None:
             p.clamp_(-0.1, 0.1)
 
 
-def step(model: nn.Module) -> None:
-    """As an optimizer without an accumulator."""
-    optimizer = sgd(model)
-    model(X).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("change", [clamp, step])
-def test_any_change_of_other_weights_inside_a_window_is_refused(change: Callable[[nn.Module], None]) -> None:
+def test_any_change_of_other_weights_inside_a_window_is_refused() -> None:
     """Between windows it is an ordinary thing."""
     g, d = pair()
     a = Accumulator(g, sgd(g), steps=2)
     for cut in CUTS[:2]:
         a.backward(deceived(d, g(Z[cut])))
-    change(d)
+    clamp(d)
     a.backward(deceived(d, g(Z[CUTS[2]])), count=4)
-    change(d)
+    clamp(d)
     with pytest.raises(WindowDisturbed, match="changed"):
         a.backward(deceived(d, g(Z[CUTS[3]])), count=8)
     a.discard()
-
-
-def test_inputs_that_want_gradients_are_no_weights() -> None:
-    """They are others in every micro-batch, and may be changed in place."""
-    g, _ = pair()
-    a = Accumulator(g, sgd(g), steps=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for cut in a.over(CUTS):
-            z = (Z[cut] + 0).requires_grad_()
-            loss = g(z).square().mean()
-            a.backward(loss)
-            with torch.no_grad():
-                z += 1
 
 
 def test_a_big_step_for_each_is_exact() -> None:

@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,27 +173,6 @@ def test_frozen_body_and_head() -> None:
 
     batches = case.micro_batches(SPLIT)
     assert_equal(accumulated(case, batches, 4, model=middle_only()), big_batches(case, batches, 4, model=middle_only()))
-
-
-def test_micro_batches_padded_to_their_own_longest() -> None:
-    """Each micro-batch is as wide as its longest sentence, the big batch as wide as the longest of all."""
-    fill = {"input_ids": 0, "attention_mask": 0, "next": -100}
-
-    def trimmed(batch: Batch) -> Batch:
-        width = int(batch["attention_mask"].sum(1).max())
-        return {key: batch[key][:, :width] for key in fill}
-
-    def padded(batches: Sequence[Batch]) -> Batch:
-        width = max(batch["input_ids"].shape[1] for batch in batches)
-        return {
-            key: torch.cat([F.pad(b[key], (0, width - b[key].shape[1]), value=value) for b in batches])
-            for key, value in fill.items()
-        }
-
-    case = Loss("gpt2", gpt2, text, asking(**TEXT, labels="next"), join=padded)
-    batches = [trimmed(batch) for batch in case.micro_batches((2, 1, 1, 3))]
-    assert len({batch["input_ids"].shape[1] for batch in batches}) > 1
-    assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
 
 
 def test_num_items_in_batch_is_refused() -> None:

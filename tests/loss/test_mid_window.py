@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import LossError, SeveralCounts
-from tests.support.reference import big_batches, distance, weights
 from tests.support.samples import Batch
 from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
@@ -159,22 +159,24 @@ def test_a_loss_divided_by_steps_is_warned_of_once(how: str) -> None:
     assert warning.filename == __file__
 
 
-def test_the_mean_of_as_many_terms_is_not_warned_of() -> None:
-    """`(a + b) / 2` with two steps."""
-    training = Training(steps=2, case=PLAIN)
-    for batch in training.accumulator.over(BATCHES):
-        out = training.model(batch["x"])
-        training.accumulator.backward((F.mse_loss(out, batch["value"]) + F.l1_loss(out, batch["value"])) / 2)
+NOT_DIVIDED: dict[str, tuple[int, Callable[[Tensor, Batch], Tensor]]] = {
+    "a factor": (4, lambda out, b: 0.25 * F.mse_loss(out, b["value"])),
+    "another number": (4, lambda out, b: F.mse_loss(out, b["value"]) / 3),
+    "the mean of as many terms": (2, lambda out, b: (F.mse_loss(out, b["value"]) + F.l1_loss(out, b["value"])) / 2),
+    "a sum over as many samples": (4, lambda out, b: F.kl_div(out.log_softmax(1), b["probs"], reduction="batchmean")),
+    "by one": (1, lambda out, b: F.mse_loss(out, b["value"]) / 1),
+}
 
 
-@pytest.mark.parametrize("factor", [0.5, 3, 1 / 3, 0.25])
-def test_other_factors_are_not_warned_of(factor: float) -> None:
+@pytest.mark.parametrize("name", NOT_DIVIDED)
+def test_other_factors_are_not_warned_of(name: str) -> None:
     """A weight of a loss is its weight."""
-    training = Training(steps=4, case=PLAIN)
-    for batch in training.accumulator.over(BATCHES):
-        training.accumulator.backward(PLAIN.loss(training.model, batch) * factor)
-    true = big_batches(PLAIN, BATCHES, 4, loss=lambda m, b: PLAIN.loss(m, b) * factor)
-    assert distance(weights(training.model), true.weights) <= 1e-12
+    steps, loss = NOT_DIVIDED[name]
+    case = replace(PLAIN, loss=lambda m, b: loss(m(b["x"]), b))
+    batches = micro_batches((4, 4, 4), case)
+    training = Training(steps, case=case)
+    training.train(batches)
+    training.assert_big_batches(*(batches[start : start + steps] for start in range(0, len(batches), steps)))
 
 
 def test_a_factor_of_one_may_be_there_or_not() -> None:
@@ -184,18 +186,3 @@ def test_a_factor_of_one_may_be_there_or_not() -> None:
         loss = PLAIN.loss(training.model, batch)
         training.accumulator.backward(loss if index % 2 else 1.0 * loss)
     training.assert_big_batches(BATCHES[:4], BATCHES[4:])
-
-
-def test_a_mean_written_by_hand_is_not_warned_of() -> None:
-    """A sum over as many samples as there are steps, divided by them."""
-    training = Training(steps=4)
-    for batch in training.accumulator.over(micro_batches((4, 4, 4))):
-        loss = F.kl_div(training.model(batch["x"]).log_softmax(1), batch["probs"], reduction="batchmean")
-        training.accumulator.backward(loss)
-
-
-def test_losses_of_one_step_are_not_warned_of() -> None:
-    """With one step, dividing by it is nothing."""
-    training = Training(steps=1, case=PLAIN)
-    for batch in training.accumulator.over(BATCHES):
-        training.accumulator.backward(PLAIN.loss(training.model, batch) / 1)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError, SeveralCounts
-from tests.support.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, SPLIT, sizes, squares
+from tests.support.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, SPLIT, sizes
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, gentle, one
 from tests.support.refused import SETTLED
 from tests.support.samples import Batch, Loss, mlp, rows, sequences
@@ -77,35 +77,11 @@ def test_a_doubtful_loss_is_exact_or_refused_in_any_split(epoch: Epoch) -> None:
     assert_exact_or_refused(epoch)
 
 
-@pytest.mark.parametrize("case", [case for case in READABLE if "ignored" in case.name and "mean" in case.name], ids=str)
-def test_a_micro_batch_with_nothing_to_count_adds_nothing(case: Loss) -> None:
-    """Where every target of a micro-batch is ignored its loss is 0/0, and it takes no part."""
-    batches = case.micro_batches(sizes(case))
-    batches[1]["partly"] = torch.full_like(batches[1]["partly"], -100)
-    assert_equal(accumulated(case, batches, steps=4), big_batches(case, batches, steps=4))
-
-
-# Counts that a person gives.
-
-
 @pytest.mark.parametrize("case", SETTLED, ids=str)
 def test_counted_settles_what_a_graph_cannot_tell(case: Loss) -> None:
     """What the error's advice leads to is exact."""
     batches = case.micro_batches(SPLIT)
     assert_equal(accumulated(case, batches, steps=4), big_batches(case, batches, steps=4))
-
-
-def test_count_argument_is_short_for_counted() -> None:
-    """`backward(loss, count=n)` counts the whole loss."""
-    case = next(case for case in SETTLED if case.name == "sum-over-length")
-    batches = case.micro_batches(SPLIT)
-    model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    accumulator = Accumulator(model, optimizer, steps=4)
-    for batch in accumulator.over(batches):
-        accumulator.backward(squares(model, batch).sum() / len(batch["x"]), count=len(batch["x"]))
-    true = big_batches(case, batches, 4)
-    assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
 
 
 def test_counted_is_the_identity() -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
-from bigbatch.window.gate import Admission
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, trained
 from tests.support.samples import Batch, Loss, images, mlp, rows, seeded, sequences
 
@@ -66,32 +65,6 @@ def test_an_empty_selection_in_a_big_step(name: str) -> None:
         step(batch)
     true = big_batches(case, batches, 1)
     assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
-
-
-def masked_by_hand(model: Any, batch: Batch) -> Tensor:
-    """A masked mean as most people write it."""
-    mask = batch["many"][:, 0] == 0
-    return ((model(batch["x"]) - batch["value"]).square().sum(1) * mask).sum() / mask.sum()
-
-
-def test_a_division_by_a_mask_names_the_line_to_type() -> None:
-    """What divides a sum may be its count, or a constant: one process cannot check it."""
-    case = Loss("masked", mlp(), rows, masked_by_hand)
-    model = case.model()
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    with pytest.raises(UnreadableLoss, match=r"accumulator.backward\(loss, count=mask.sum\(\)\)"):
-        accumulator.backward(masked_by_hand(model, case.micro_batches((8,))[0]))
-
-
-def test_a_division_by_a_mask_is_a_count_where_it_is_checked() -> None:
-    """Each micro-batch anew, also where its graph is remembered."""
-    model = mlp()()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    admission = Admission([model], [optimizer], "refuse", "", divisors=True)
-    for seed in range(4):
-        batch = rows(5, seed)
-        (term,) = admission.reader.read(masked_by_hand(model, batch))
-        assert (term.kind, term.count) == ("mean", float((batch["many"][:, 0] == 0).sum()))
 
 
 def test_a_term_that_some_micro_batches_lack() -> None:

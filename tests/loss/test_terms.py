@@ -95,19 +95,12 @@ def some_without(loss: Loss) -> list[Batch]:
     return batches
 
 
-@pytest.mark.parametrize("name", TERMS)
-def test_a_term_of_zero_is_left_out(name: str) -> None:
-    """As `find_unused_parameters` has taught people to write it."""
-    loss = case(TERMS[name])
-    batches = some_without(loss)
-    ours, theirs = (run(loss, batches, 3, optimizer=decayed) for run in (accumulated, big_batches))
-    assert_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_zero_adds_nothing(name: str) -> None:
-    """As people write it where a micro-batch has nothing that the loss is about; a window of them makes its step."""
-    loss = case(LOSSES[name])
+@pytest.mark.parametrize(
+    "zero", [*TERMS.values(), *LOSSES.values()], ids=[*TERMS, *(f"all: {name}" for name in LOSSES)]
+)
+def test_what_is_zero_adds_nothing(zero: Function) -> None:
+    """As `find_unused_parameters` has taught people to write it; a window of nothing else makes its step."""
+    loss = case(zero)
     batches = some_without(loss)
     ours, theirs = (run(loss, batches, 3, optimizer=decayed) for run in (accumulated, big_batches))
     assert_equal(ours, theirs)
