@@ -132,6 +132,7 @@ SUMS: dict[
     "half of two samples": ((2, 2), lambda out: 0.5 * out.square().sum(), True),
     "one sample": ((1, 1), lambda out: out.square().sum() / len(out), False),
     "other samples before": ((3, 4, 2), lambda out: out.square().sum() / len(out), False),
+    "the size inside of the sum, and two": ((5, 3), lambda out: (out.square() / len(out) / 2).sum(), False),
     "half after other samples": ((3, 2), lambda out: 0.5 * out.square().sum(), False),
 }
 

@@ -389,7 +389,6 @@ TAILS = [
     Loss("sum-over-elements", mlp(3), rows, lambda m, b: (m(b["x"]) - b["x2"]).square().sum() / b["x2"].numel(), count=lambda b: b["x2"].numel(), smallest=2),
     Loss("sum-over-rows", mlp(), rows, lambda m, b: squares(m, b).sum() / len(b["x"]), count=lambda b: len(b["x"])),
     Loss("sum-of-each-over-rows", mlp(), rows, lambda m, b: (squares(m, b) / len(b["x"])).sum(), count=lambda b: len(b["x"])),
-    Loss("sum-of-each-over-rows-and-two", mlp(), rows, lambda m, b: (squares(m, b) / len(b["x"]) / 2).sum(), smallest=5),
     Loss("ce-sum-of-flattened-over-rows", mlp(), sequences, lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["tokens"].flatten(), reduction="sum") / len(b["x"]), count=lambda b: len(b["x"]), smallest=2),
     Loss("stacked-sum-over-two", mlp(), rows, lambda m, b: torch.stack([squares(m, b), m(b["x2"]).square()]).sum() / 2, smallest=3),
     Loss("vae-of-sums", mlp(), rows, vae_of_sums),
