@@ -64,7 +64,7 @@ def test_nothing_to_train_is_refused() -> None:
 def test_freezing_inside_a_window_is_noticed() -> None:
     """The window has that parameter's gradient already."""
     training = begun()
-    next(training.model.parameters()).requires_grad_(requires_grad=False)
+    next(training.model.parameters()).requires_grad_(False)
     with pytest.raises(errors.WindowDisturbed, match="frozen inside a window"):
         training.backward(BATCHES[1])
 
