@@ -1,6 +1,7 @@
 """However ranks are wrapped and their windows begin and end: the weights of one process on the union of the batches."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,7 +25,6 @@ from tests.support.rank_loops import (
     assert_same,
     batches_of,
     counts,
-    joined,
     mean,
     micro_batch,
     model,
@@ -34,7 +34,6 @@ from tests.support.rank_loops import (
     truth,
     two_heads,
     weights,
-    windows_of,
 )
 from tests.support.ranks import exactly
 from tests.support.reference import distance
@@ -56,64 +55,35 @@ class Case(NamedTuple):
     loss: str = "mean"
     optimizer: str = "adamw"
 
-    def accumulator(self, network: nn.Module, steps: int) -> Accumulator:
-        """Return what makes windows of a wrapped model."""
-        return Accumulator(
-            network,
-            OPTIMIZERS[self.optimizer](network.parameters()),
-            steps=steps,
-            clip_norm=1.0,
-            overlap="overlap" in self.kind,
-            group=dist.group.WORLD if self.kind == "group" else None,
-            counts=counts if self.loss == "two_counts" else None,
-        )
+
+STEPS = {"flushed": 4, "shortened": 3, "without_the_last": 8}
+BY_HAND = {"by_hand", "flushed", "shortened"}
 
 
-def over(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
-    """Give a loader to `over`."""
-    accumulator = case.accumulator(network, 2)
-    return [accumulator.backward(LOSSES[case.loss](network, each)) for each in accumulator.over(batches)]
-
-
-def by_hand(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
-    """Write the loop without `over`."""
-    accumulator = case.accumulator(network, 2)
-    return [accumulator.backward(LOSSES[case.loss](network, each)) for each in batches]
-
-
-def flushed(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
-    """End each window of four after two."""
-    accumulator, found = case.accumulator(network, 4), []
-    for number, batch in enumerate(batches):
-        accumulator.backward(LOSSES[case.loss](network, batch))
-        found += [accumulator.flush()] if number % 2 else []
-    return found
-
-
-def shortened(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
-    """Begin with a longer window, and drop it."""
-    accumulator = case.accumulator(network, 3)
-    for batch in batches[:2]:
-        accumulator.backward(LOSSES[case.loss](network, batch))
-    accumulator.discard()
-    accumulator.steps = 2
-    return [accumulator.backward(LOSSES[case.loss](network, each)) for each in batches]
-
-
-def without_the_last(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
-    """Let two more batches of `over` go by without a backward."""
-    accumulator = case.accumulator(network, 8)
-    for number, batch in enumerate(accumulator.over([*batches, *batches])):
-        if number < len(batches):
-            accumulator.backward(LOSSES[case.loss](network, batch))
-    return []
-
-
-def recomputed(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
-    """Run a forward inside of every backward."""
-    accumulator, found = case.accumulator(network, 2), []
-    for x, y in accumulator.over(batches):
-        found.append(accumulator.backward(F.cross_entropy(checkpoint(network, x, use_reentrant=False), y)))
+def accumulated(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Train in windows of two: in a loop over `over` or by hand, some ended or begun in another way."""
+    accumulator = Accumulator(
+        network,
+        OPTIMIZERS[case.optimizer](network.parameters()),
+        steps=STEPS.get(case.way, 2),
+        clip_norm=1.0,
+        overlap="overlap" in case.kind,
+        group=dist.group.WORLD if case.kind == "group" else None,
+        counts=counts if case.loss == "two_counts" else None,
+    )
+    called: Any = partial(checkpoint, network, use_reentrant=False) if case.way == "recomputed" else network
+    if case.way == "shortened":  # begin with a longer window, and drop it
+        for batch in batches[:2]:
+            accumulator.backward(LOSSES[case.loss](called, batch))
+        accumulator.discard()
+        accumulator.steps = 2
+    found: list[Any] = []
+    given = [*batches, *batches] if case.way == "without_the_last" else batches
+    for number, batch in enumerate(given if case.way in BY_HAND else accumulator.over(given)):
+        if case.way != "without_the_last" or number < len(batches):
+            found.append(accumulator.backward(LOSSES[case.loss](called, batch)))
+        if case.way == "flushed" and number % 2:
+            found.append(accumulator.flush())
     return found
 
 
@@ -121,13 +91,9 @@ def big_steps(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]
     """Give each batch as this rank's part of a big one, to a step made twice; one of no samples is None."""
     optimizer = OPTIMIZERS[case.optimizer](network.parameters())
     options = Options(group=dist.group.WORLD if case.kind == "group" else None)
-    named: dict[str, Any] = {"micro_batch_size": 2, "clip_norm": 1.0, "options": options}
-    step = BigStep(network, optimizer, LOSSES[case.loss], **named)
-    step = BigStep(network, optimizer, LOSSES[case.loss], **named)
+    for _ in range(2):
+        step = BigStep(network, optimizer, LOSSES[case.loss], micro_batch_size=2, clip_norm=1.0, options=options)
     return [step(each if len(each[0]) else None) for each in batches]
-
-
-WAYS = {f.__name__: f for f in (over, by_hand, flushed, shortened, without_the_last, recomputed, big_steps)}
 
 
 def trained(rank: int, case: Case) -> Any:
@@ -135,7 +101,8 @@ def trained(rank: int, case: Case) -> Any:
     wrap = MODELS.get(case.kind) or WRAPPERS[case.kind.partition(",")[0]]
     network = wrap(model())
     with patch.object(replicas, "_BUCKET", 64):  # some gradients are larger, and sent from where they are
-        updates = WAYS[case.way](network, batches_of(rank, case.sizes), case)
+        run = big_steps if case.way == "big_steps" else accumulated
+        updates = run(network, batches_of(rank, case.sizes), case)
     return weights(network), [told(each) for each in updates if each is not None]
 
 
@@ -352,35 +319,9 @@ def small(out: int = 4, seed: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(5, out)).double()
 
 
-def nested(rank: int, sizes: Sizes) -> Any:
-    """Train one model inside, and another outside, over the same batches."""
-    found: list[Tensor] = []
-    for wrapped in (shards, DistributedDataParallel):
-        inner, outer = shards(small()), wrapped(small())
-        inside = Accumulator(inner, OPTIMIZERS["sgd"](inner.parameters()), steps=2)
-        outside = Accumulator(outer, OPTIMIZERS["sgd"](outer.parameters()), steps=2)
-        for batch in outside.over(inside.over(batches_of(rank, sizes))):
-            inside.backward(mean(inner, batch))
-            outside.backward(mean(outer, batch))
-        found += [*weights(inner), *weights(outer)]
-    return found
-
-
-@pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
-def test_nested_loops(sizes: Sizes) -> None:
-    """Both know the last batch, and those that are given out again."""
-    network = small()
-    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
-    for window in windows_of(sizes, 2):
-        accumulator.backward(mean(network, joined(window)))
-    for each in exactly(2, nested, sizes):
-        assert distance(each, 4 * weights(network)) <= 1e-12
-
-
-def playing(rank: int, sizes: Sizes, given: bool, overlap: tuple[bool, bool], kind: str = "shards") -> Any:
+def playing(rank: int, sizes: Sizes, kind: str, given: bool, overlap: tuple[bool, bool]) -> Any:
     """Train a generator and a discriminator, each with an accumulator of its own; the first may be given both."""
-    wrap: Any = WRAPPERS["outermost"] if kind == "shards" else WRAPPERS[kind]
-    one, two = wrap(small(5, 0)), wrap(small())
+    one, two = (PLAYERS[kind](each) for each in (small(5, 0), small()))
     optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (one, two)]
     first = Accumulator([one, two] if given else one, optimizers[0], steps=2, overlap=overlap[0])
     second = Accumulator(two, optimizers[1], steps=2, overlap=overlap[1])
@@ -391,6 +332,16 @@ def playing(rank: int, sizes: Sizes, given: bool, overlap: tuple[bool, bool], ki
         assert all(p.grad is gradient for p, gradient in zip(two.parameters(), before, strict=True))
         second.backward(F.cross_entropy(two(made.detach()), y))
     return [*weights(one), *weights(two)]
+
+
+def reduced_in_float32(network: Any) -> nn.Module:
+    """Shard a model whose gradients wait in another type than they are made in, where they wait for the last."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return shards(network, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+
+PLAYERS: dict[str, Callable[[Any], nn.Module]] = {**WRAPPERS, "reduced in float32": reduced_in_float32}
 
 
 def played_at_once(sizes: Sizes) -> list[Tensor]:
@@ -410,28 +361,26 @@ def played_at_once(sizes: Sizes) -> list[Tensor]:
     return [*weights(one), *weights(two)]
 
 
+APART, ONE, OTHER, BOTH = (False, False), (True, False), (False, True), (True, True)
+
+
+UNEVEN_BY_ONE = [[3, 5, 2, 4, 3], [6, 1, 1]]
+
+
 @pytest.mark.parametrize(
-    "way",
+    ("kind", "sizes", "given", "overlap"),
     [
-        (False, (False, False)),
-        (False, (False, True)),
-        (False, (True, False)),
-        (True, (False, True)),
-        (False, (True, True)),
+        *[("outermost", SIZES, given, how) for given, how in ((0, APART), (0, OTHER), (0, ONE), (1, OTHER), (0, BOTH))],
+        *[("outermost", UNEVEN_BY_ONE, 0, how) for how in (APART, BOTH)],
+        *[("reduced in float32", UNEVEN_BY_ONE, 0, OTHER), ("ddp", SIZES, 0, APART)],
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
-def test_a_loss_leaves_shards_alone_that_another_trains(sizes: Sizes, way: Any) -> None:
+def test_a_loss_leaves_alone_what_another_trains(kind: str, sizes: Sizes, given: bool, overlap: Any) -> None:
     """The gradients of one player run through the other, and add nothing there."""
-    for each in exactly(2, playing, sizes, *way):
-        assert distance(each, played_at_once(sizes)) <= 1e-12
-
-
-def test_two_players_in_ddp() -> None:
-    """Their windows come in the same order."""
-    for each in exactly(2, playing, SIZES, False, (False, False), "ddp"):
-        assert distance(each, played_at_once(SIZES)) <= 1e-12
+    within = 1e-6 if kind == "reduced in float32" else 1e-12
+    for each in exactly(2, playing, sizes, kind, given, overlap):
+        assert distance(each, played_at_once(sizes)) <= within
 
 
 # Numbers of low precision, scalers, and micro-batches that count nothing.
