@@ -16,18 +16,15 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from bigbatch import Accumulator, BigStep, Options, Setup, plan, verify
 from bigbatch.errors import ConfigurationError
-from tests.support.rank_loops import heard, mean, micro_batch, model, two_heads
+from tests.support.rank_loops import heard, made, mean, micro_batch, model, sgd, two_heads
 from tests.support.ranks import exactly
 
 pytestmark = pytest.mark.ranks
 
 
-def made(network: nn.Module, *, big: bool = False, **options: Any) -> Any:
+def step(network: nn.Module, **options: Any) -> BigStep:
     """Return an object that trains a model."""
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    if big:
-        return BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(**options))
-    return Accumulator(network, optimizer, steps=1, **options)
+    return BigStep(network, sgd(network), mean, micro_batch_size=2, options=Options(**options))
 
 
 # Models in parts.
@@ -43,12 +40,6 @@ def half(mesh: DeviceMesh) -> nn.Module:
     network = parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel()})
     network.get_submodule("0").requires_grad_(False)
     return network
-
-
-def setup(network: nn.Module) -> Setup:
-    """Make one for any model."""
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    return Setup(model=network, optimizer=optimizer, data=[torch.zeros(5)], batch_size=1)
 
 
 def shard(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -77,7 +68,7 @@ PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     "beside shards": (lambda mesh: made(nn.ModuleList([half(mesh), shard(model(), mesh["dp"])])), IN_PARTS),
     "frozen": (lambda mesh: made(half(mesh)), f"0.weight {IN_PARTS}"),
     "in DDP": (lambda mesh: made(Ddp(spread(mesh), device_mesh=mesh["dp"])), IN_PARTS),
-    "setup": (lambda mesh: setup(spread(mesh)), IN_PARTS),
+    "setup": (lambda mesh: Setup(model=(n := spread(mesh)), optimizer=sgd(n), data=[0], batch_size=1), IN_PARTS),
     "plan": (lambda mesh: plan(spread(mesh), lambda m, b: m(b).sum(), torch.zeros(4, 5)), IN_PARTS),
     "shards of two meshes": (lambda mesh: made(sharded_twice(mesh)), "a model is sharded over one mesh"),
     "shards and another group": (lambda mesh: made(shard(model(), mesh["dp"]), group=mesh["tp"].get_group()), GROUPS),
@@ -103,11 +94,11 @@ def test_parts_and_groups_of_other_kinds_are_refused() -> None:
 @pytest.mark.parametrize(
     ("named", "words"), [({"mesh": "dp"}, r"group=mesh\.get_group\(\)"), ({"group": object()}, "init_process_group")]
 )
-@pytest.mark.parametrize("big", [False, True])
-def test_what_names_no_ranks_is_refused(named: dict[str, Any], words: str, big: bool) -> None:
+@pytest.mark.parametrize("make", [made, step])
+def test_what_names_no_ranks_is_refused(make: Callable[..., Any], named: dict[str, Any], words: str) -> None:
     """The error says what to write instead of a mesh, and what to call before there are groups."""
     with pytest.raises(ConfigurationError, match=words):
-        made(model(), big=big, **named)
+        make(model(), **named)
 
 
 # Groups.
@@ -119,15 +110,14 @@ def of_some(rank: int) -> Any:
     mine, ours = (nn.Linear(2, 1) for _ in range(2))
     for p in (*mine.parameters(), *ours.parameters()):
         nn.init.ones_(p)
-    said = heard(lambda: made(mine, group=pair).backward(mine(torch.ones(rank + 1, 2)).mean()))
-    update = made(ours, group=dist.group.WORLD).backward(ours(torch.ones(rank + 1, 2)).mean())
+    said = heard(lambda: made(mine, steps=1, group=pair).backward(mine(torch.ones(rank + 1, 2)).mean()))
+    update: Any = made(ours, steps=1, group=dist.group.WORLD).backward(ours(torch.ones(rank + 1, 2)).mean())
     return said.partition(".")[0], float(update.count)
 
 
 def test_a_group_is_for_its_members() -> None:
     """Others are told that they are none; and what closes is told apart by group."""
-    assert [count for _, count in exactly(3, of_some)] == [6.0] * 3
-    assert [said for said, _ in exactly(3, of_some)] == ["", "ConfigurationError: group must be a torch", ""]
+    assert exactly(3, of_some) == [("", 6.0), ("ConfigurationError: group must be a torch", 6.0), ("", 6.0)]
 
 
 # Who trains alone among others.
@@ -145,8 +135,8 @@ def without_a_wrapper(rank: int) -> list[list[str]]:
     """Train a plain model, one of a group, one of this process's own, and one in DDP; and look at one alone."""
     alone: Any = dist.new_group([rank], use_local_synchronization=True)
     ways: list[Callable[[], Any]] = [
-        lambda: made(model()),
-        lambda: made(model(), big=True),
+        lambda: Accumulator(network := model(), sgd(network), steps=1),
+        lambda: step(model()),
         lambda: made(model(), group=dist.group.WORLD),
         lambda: made(model(), group=alone),
         lambda: made(Ddp(model())),
@@ -160,7 +150,12 @@ def test_a_process_among_others_that_would_train_alone_is_told() -> None:
     """It says what to type, and nothing where somebody has said who trains together."""
     for found in exactly(2, without_a_wrapper):
         for (told,) in found[:2]:
-            assert told.startswith("test_discovery.py: this process is one of 2, and nothing says")
+            assert told.startswith(
+                (
+                    "rank_loops.py: this process is one of 2, and nothing says",
+                    "test_discovery.py: this process is one of 2",
+                )
+            )
             assert "group=torch.distributed.group.WORLD" in told
         assert found[2:] == [[]] * 5
 
@@ -170,20 +165,14 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
     assert said(lambda: made(model(), overlap=True)) == []
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert said(lambda: made(model(), big=True)) == []
+    assert said(lambda: step(model())) == []
     monkeypatch.setenv("WORLD_SIZE", "4")
-    (told,) = said(lambda: made(model(), big=True))
+    (told,) = said(lambda: step(model()))
     assert "this process is one of 4" in told
     assert "Use: torch.distributed.init_process_group(), then" in told
 
 
-DIVISORS = {
-    (3, 2): "divided by steps or the number of ranks (2) already",
-    (3, 3): "divided by steps or the number of ranks (3) already",
-    (2, 2): "divided by steps or the number of ranks (2) already",
-    (3, 6): "divided by steps or the number of ranks (6) already",
-    (3, 7): "",
-}
+DIVISORS = {(3, 2): True, (3, 3): True, (3, 6): True, (3, 7): False}  # of a loss: steps, and whether that is told
 
 
 def dividing(rank: int) -> list[str]:
@@ -191,7 +180,7 @@ def dividing(rank: int) -> list[str]:
     found = []
     for steps, divisor in DIVISORS:
         network = Ddp(model())
-        accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=steps)
+        accumulator = made(network, steps=steps)
         found += ["".join(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))]  # noqa: B023
         accumulator.discard()
     return found
@@ -200,9 +189,9 @@ def dividing(rank: int) -> list[str]:
 def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
     """Or by steps, or by both; and by nothing else."""
     for found in exactly(2, dividing):
-        for words, told in zip(DIVISORS.values(), found, strict=True):
-            assert words in told
-            assert bool(words) == bool(told)
+        for ((_, divisor), wrong), told in zip(DIVISORS.items(), found, strict=True):
+            assert f"divided by steps or the number of ranks ({divisor}) already" in told or not wrong
+            assert bool(told) == wrong
 
 
 def as_one_of_one(rank: int) -> Any:
@@ -211,7 +200,7 @@ def as_one_of_one(rank: int) -> Any:
     for wrapped in (True, False):
         plain = two_heads().bfloat16()
         network: Any = Ddp(plain) if wrapped else plain
-        accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=2)
+        accumulator = made(network)
         for number in range(4):
             x, y = micro_batch(4, 10 * rank + number)
             accumulator.backward(nn.functional.cross_entropy(network(x.bfloat16(), number % 2).float(), y))

@@ -22,17 +22,21 @@ from tests.support.rank_loops import (
     Batch,
     batches_of,
     heard,
+    made,
     mean,
     micro_batch,
     model,
+    raising,
     sgd,
     shards,
+    train,
     two_counts,
     two_heads,
     weights,
 )
 from tests.support.rank_norms import CASES as COUPLED
-from tests.support.rank_norms import Normalised, made
+from tests.support.rank_norms import Normalised
+from tests.support.rank_norms import made as coupled
 from tests.support.ranks import exactly, run_on_ranks
 from tests.support.reference import distance
 
@@ -40,11 +44,6 @@ pytestmark = pytest.mark.ranks
 
 LIMIT = 18.0  # seconds: gloo gives up after 20, and a rank that fails should not wait for that
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
-
-
-def raising(error: BaseException) -> None:
-    """Raise, where an expression is wanted."""
-    raise error
 
 
 def in_training(rank: int, fail: Callable[[], object], wrap: Callable[[Any], nn.Module] = Ddp) -> None:
@@ -88,7 +87,7 @@ def adding_up(rank: int) -> None:
 def in_a_norm(rank: int) -> None:
     """Run out of memory on one rank, in the model between two norms."""
     kind, loss_of = COUPLED["batch norm"]
-    network = Ddp(made(kind), find_unused_parameters=True)
+    network = Ddp(coupled(kind), find_unused_parameters=True)
     step = BigStep(network, sgd(network), loss_of, micro_batch_size=2)
     step(micro_batch(4, rank))
     if rank:
@@ -104,27 +103,19 @@ def without_samples(rank: int, network: nn.Module, batch: Batch | None = None) -
 
 def normed() -> nn.Module:
     """Return a model with BatchNorm."""
-    return Ddp(made(Normalised), find_unused_parameters=True)
+    return Ddp(coupled(Normalised), find_unused_parameters=True)
 
 
 def other_totals(rank: int) -> None:
     """Count something else in advance than the loss does, on one rank."""
-    network = model()
-    accumulator = Accumulator(
-        network,
-        sgd(network),
-        steps=1,
-        group=dist.group.WORLD,
-        counts=lambda batch: ((batch[1] != -100).sum() + rank, 4 * len(batch[1])),
-    )
-    for batch in accumulator.over(batches_of(rank, [[3], [3]])):
-        accumulator.backward(two_counts(network, batch))
+    counts: Any = lambda batch: ((batch[1] != -100).sum() + rank, 4 * len(batch[1]))  # noqa: E731
+    train(rank, model(), two_counts, [[3], [3]], steps=1, group=dist.group.WORLD, counts=counts)
 
 
 def broken(rank: int) -> None:
     """Close a window whose backward has failed, on one rank."""
     network = Ddp(model())
-    accumulator = Accumulator(network, sgd(network), steps=2)
+    accumulator = made(network)
     batch = micro_batch(3, rank)
     accumulator.backward(mean(network, batch))
     if rank:
@@ -137,7 +128,7 @@ def broken(rank: int) -> None:
 def breaking(rank: int) -> None:
     """Leave the loop early on one rank, and make an update of what there is."""
     network = Ddp(model())
-    accumulator = Accumulator(network, sgd(network), steps=2)
+    accumulator = made(network)
     for batch in accumulator.over(batches_of(rank, SIZES)):
         accumulator.backward(mean(network, batch))
         if rank:
@@ -148,7 +139,7 @@ def breaking(rank: int) -> None:
 def without_the_last(rank: int) -> None:
     """Pass over the last batch on one rank, where DDP reduces."""
     network = Ddp(model())
-    accumulator = Accumulator(network, sgd(network), steps=2, overlap=True)
+    accumulator = made(network, overlap=True)
     for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
         if number < 3 or not rank:
             accumulator.backward(mean(network, batch))
@@ -272,7 +263,7 @@ def test_out_of_memory_after_the_last_meeting() -> None:
 def after_a_refusal(rank: int) -> list[str]:
     """Reach other shards on each rank, drop that window, and make one of the same."""
     network: Any = shards(two_heads())
-    accumulator = Accumulator(network, sgd(network), steps=1)
+    accumulator = made(network, steps=1)
     found = []
     for head in (rank, 0):
         x, y = micro_batch(4, rank)
@@ -305,9 +296,8 @@ def test_an_update_without_samples_leaves_nothing_behind(hook: bool, errors: lis
 
 def kept_quiet(_: int) -> Any:
     """Look at DDP's flag as one accumulator ends after the other."""
-    network = Ddp(model())
-    both = [Accumulator(network, sgd(network), steps=2), Accumulator(network, sgd(network), steps=2)]
-    flags = []
+    network, flags = Ddp(model()), []
+    both = [made(network), made(network)]
     while both:
         both.pop(0)
         gc.collect()
@@ -324,8 +314,8 @@ def averaging_again(rank: int, replicas: bool) -> Any:
     """Have an object refused, and two make an update; then take a gradient by hand when they are gone."""
     network = shards(model(), shape=(2, 2) if replicas else None)
     assert "must be" in heard(lambda: BigStep(network, sgd(network), mean, micro_batch_size=0))
-    accumulator = Accumulator(network, sgd(network), steps=1)
-    accumulator = Accumulator(network, sgd(network), steps=1)
+    accumulator = made(network, steps=1)
+    accumulator = made(network, steps=1)
     gc.collect()
     accumulator.backward(mean(network, micro_batch(3, 0)))
     del accumulator
@@ -349,10 +339,8 @@ def test_shards_average_again(replicas: bool) -> None:
 def broadcasts(rank: int) -> int:
     """Count how often buffers are sent."""
     network: Any = Ddp(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().eval())
-    accumulator = Accumulator(network, sgd(network), steps=1, overlap=True)
     with patch.object(network, "_sync_buffers", wraps=network._sync_buffers) as sent:
-        for batch in accumulator.over(batches_of(rank, SIZES)):
-            accumulator.backward(mean(network, batch))
+        train(rank, network, steps=1, overlap=True)
     return sent.call_count
 
 

@@ -214,3 +214,8 @@ def heard(work: Callable[..., object], *given: object) -> str:
     except Exception as error:  # noqa: BLE001 - whichever it is
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def raising(error: BaseException) -> None:
+    """Raise, where an expression is wanted."""
+    raise error
