@@ -30,6 +30,7 @@ Other people's models and losses, three updates each of unequal micro-batches, c
 norms, losses and buffers. *unseen*: the batch makes values without gradient, which no graph shows to an `Accumulator`;
 `BigStep` refuses them and `verify` names them.
 """
+Table = dict[str, dict[str, Any]]  # what came out, by program
 
 
 def main() -> None:
@@ -47,21 +48,23 @@ def main() -> None:
     warnings.simplefilter("ignore")
     programs = [p for p in PROGRAMS if not chosen.words or any(word in p.name for word in chosen.words)]
     made_with = _made_with(chosen.seed, chosen.device)
-    rows = {} if chosen.fresh or chosen.words else _resumed(chosen.out, made_with)
+    state = json.loads(chosen.out.read_text()) if chosen.out.exists() and not (chosen.fresh or chosen.words) else {}
+    table: Table = state["programs"] if state.get("made_with") == made_with else {}
     for number, program in enumerate(programs, 1):
-        if program.name in rows:
+        if program.name in table:
             continue
-        row = rows[program.name] = _row(program, chosen.seed, torch.device(chosen.device))
+        row = table[program.name] = _row(program, chosen.seed, torch.device(chosen.device))
         print(f"[{number}/{len(programs)}] {_cells(program.name, row)}", flush=True)
+        if not chosen.words:
+            _write(chosen.out, made_with, table)
         for trial in (row[entrance] for entrance in ENTRANCES if chosen.words and entrance in row):
             print(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}")
-        if not chosen.words:
-            _write(chosen.out, made_with, rows)
-    if chosen.words:
-        return
-    print(f"{_summary(rows)}\n{chosen.out} and {chosen.out.with_suffix('.md').name} are written.")
+    print(_summary(table))
+    # Neither as expected nor known to be open, or open no longer.
     surprises = [
-        f"{name}/{each}: {_told(trial)}" for name, each, trial in _tried(rows) if _is_surprise(name, each, trial)
+        f"{name}/{each}: {_told(trial)}"
+        for name, each, trial in _tried(table)
+        if trial["met"] == (f"{name}/{each}" in OPEN)
     ]
     if surprises:
         raise SystemExit("\n".join(["Not as the table says:", *surprises]))
@@ -94,53 +97,37 @@ def _made_with(seed: int, device: str) -> dict[str, Any]:
     }
 
 
-def _resumed(out: Path, made_with: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what an earlier run has left, if it was made with the same."""
-    state: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    rows: dict[str, dict[str, Any]] = state["programs"] if state.get("made_with") == made_with else {}
-    return rows
-
-
-def _write(out: Path, made_with: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
-    new = out.with_suffix(".new")
-    new.write_text(json.dumps({"made_with": made_with, "programs": rows}, indent=1) + "\n")
-    new.replace(out)
-    out.with_suffix(".md").write_text(_page(made_with, rows))
-
-
-def _tried(rows: dict[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Every trial: program, entrance, what came out."""
-    return [(name, entrance, row[entrance]) for name, row in rows.items() for entrance in ENTRANCES if entrance in row]
-
-
-def _is_surprise(name: str, entrance: str, trial: dict[str, Any]) -> bool:
-    """Whether it is neither as expected nor known to be open, or is open no longer."""
-    return bool(trial["met"] == (f"{name}/{entrance}" in OPEN))
-
-
-def _summary(rows: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for entrance in ENTRANCES:
-        ours = [trial for _, each, trial in _tried(rows) if each == entrance]
-        outcomes = collections.Counter(trial["outcome"] for trial in ours)
-        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-        lines.append(f"{entrance}: {told}; as expected: {sum(trial['met'] for trial in ours)} of {len(ours)}.")
-    left_out = sum("left_out" in row for row in rows.values())
-    return "\n".join([*lines, f"{len(rows)} programs, {left_out} of them left out."])
-
-
-def _page(made_with: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
-    """The results, to read."""
+def _write(out: Path, made_with: dict[str, Any], table: Table) -> None:
     versions = ", ".join(f"{library} {number}" for library, number in made_with["versions"].items())
     unmet = [
         f"- {name}, {entrance}: {_told(trial)}, expected {trial['expected']}: {OPEN.get(f'{name}/{entrance}', 'new')}"
-        for name, entrance, trial in _tried(rows)
+        for name, entrance, trial in _tried(table)
         if not trial["met"]
     ]
-    head = [_INTRODUCTION, *(f"- {line}" for line in _summary(rows).splitlines())]
+    head = [_INTRODUCTION, *(f"- {line}" for line in _summary(table).splitlines())]
     head += [f"- Seed {made_with['seed']}, {made_with['device']}; {versions}.", "\n## Not as expected\n"]
-    table = ["\n## All\n", "| program | library | Accumulator | BigStep | verify |\n|---|---|---|---|---|"]
-    return "\n".join([*head, *(unmet or ["Nothing."]), *table, *(_cells(*row) for row in rows.items()), ""])
+    head += [*(unmet or ["Nothing."]), "\n## All\n", "| program | library | Accumulator | BigStep | verify |"]
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps({"made_with": made_with, "programs": table}, indent=1) + "\n")
+    new.replace(out)
+    page = [*head, "|---|---|---|---|---|", *(_cells(*row) for row in table.items()), ""]
+    out.with_suffix(".md").write_text("\n".join(page))
+
+
+def _tried(table: Table) -> list[tuple[str, str, dict[str, Any]]]:
+    """Every trial: program, entrance, what came out."""
+    return [(name, entrance, row[entrance]) for name, row in table.items() for entrance in ENTRANCES if entrance in row]
+
+
+def _summary(table: Table) -> str:
+    lines = []
+    for entrance in ENTRANCES:
+        ours = [trial for _, each, trial in _tried(table) if each == entrance]
+        outcomes = collections.Counter(trial["outcome"] for trial in ours)
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        lines.append(f"{entrance}: {told}; as expected: {sum(trial['met'] for trial in ours)} of {len(ours)}.")
+    left_out = sum("left_out" in row for row in table.values())
+    return "\n".join([*lines, f"{len(table)} programs, {left_out} of them left out."])
 
 
 def _cells(name: str, row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-# ruff: noqa: E501, D102, D103, I001 - a row of a table is a line
+# ruff: noqa: E501, D103, I001 - a row of a table is a line
 # fmt: off
 """Losses in which samples may meet: contrastive, metric, segmentation, reinforcement learning, adversarial, graphs."""
 
@@ -12,7 +12,7 @@ from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from tests.zoo.plain import SEVERAL, Tagger, frozen, log_chances, masked, per_token, segmenter
 from tests.zoo.program import Expected, Program, refused, Rows
-from tests.zoo.samples import CLASSES, WIDTH, graphs, join_graphs, mlp, parts, rows
+from tests.zoo.samples import CLASSES, graphs, join_graphs, mlp, parts, rows
 
 COUPLED = refused(CoupledLoss, "across")
 TOLD = refused(UnreadableLoss, "count")  # no graph says it: counted(...) settles it
@@ -24,27 +24,22 @@ MEETS = refused(CoupledLoss, "BigStep")  # `across` in an Accumulator
 def both(expected: Expected) -> dict[str, Any]:  # the same of either entrance
     return {"accumulator": expected, "big_step": expected}
 
-class Pooling(nn.Module):
-    """Messages along edges, added up to nodes, and nodes to graphs."""
-    def __init__(self, *, mean: bool = False) -> None:
-        super().__init__()
-        self.embed, self.message, self.head, self.mean = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1), mean
+def pooled(model: Any, b: Rows, *, mean: bool = False) -> Tensor:
+    """Messages along edges, added up to nodes, and nodes to graphs: one number per graph."""
+    x = model["embed"](b["x"]).tanh()
+    source, target = b["edges"]
+    x = x + torch.zeros_like(x).index_add(0, target, model["message"](x[source])).tanh()
+    whole = x.new_zeros(b["graphs"], 8).index_add(0, b["batch"], x)
+    if mean:
+        whole = whole / torch.bincount(b["batch"], minlength=b["graphs"])[:, None]
+    return F.mse_loss(model["head"](whole)[:, 0], b["y"])
 
-    def forward(self, b: Rows) -> Tensor:  # one number per graph
-        x = self.embed(b["x"]).tanh()
-        source, target = b["edges"]
-        x = x + torch.zeros_like(x).index_add(0, target, self.message(x[source])).tanh()
-        pooled = x.new_zeros(b["graphs"], 8).index_add(0, b["batch"], x)
-        if self.mean:
-            pooled = pooled / torch.bincount(b["batch"], minlength=b["graphs"])[:, None]
-        numbers: Tensor = self.head(pooled)[:, 0]
-        return numbers
+def energies(model: Any, b: Rows) -> Tensor:  # the sum over nodes comes last, as in SchNet
+    each = model["head"](model["embed"](b["x"]).tanh())[:, 0]
+    return F.l1_loss(each.new_zeros(b["graphs"]).scatter_add(0, b["batch"], each), b["y"])
 
-class Pooled(Pooling):
-    """The sum over nodes comes last, as in SchNet."""
-    def forward(self, b: Rows) -> Tensor:  # one number per graph
-        each = self.head(self.embed(b["x"]).tanh())[:, 0]
-        return each.new_zeros(b["graphs"]).scatter_add(0, b["batch"], each)
+def network() -> nn.Module:  # of graphs
+    return parts(embed=nn.Linear(6, 8), message=nn.Linear(8, 8), head=nn.Linear(8, 1))
 
 def normalized(model: Any, x: Tensor) -> Tensor:  # embeddings of length 1
     return F.normalize(model(x), dim=1)
@@ -75,15 +70,6 @@ def barlow_twins(model: Any, b: Rows) -> Tensor:  # correlations of features ove
     a, c = ((z - z.mean(0)) / z.std(0) for z in (model(b["x"]), model(b["x2"])))
     correlation = a.T @ c / len(a)
     return (correlation - torch.eye(CLASSES, dtype=a.dtype, device=a.device)).pow(2).sum()
-
-def vicreg(model: Any, b: Rows) -> Tensor:  # invariance and variance
-    a, c = model(b["x"]), model(b["x2"])
-    return F.mse_loss(a, c) + F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean()
-
-def byol(model: Any, b: Rows) -> Tensor:  # a predictor beside a target network
-    with torch.no_grad():
-        target = F.normalize(model["target"](b["x2"]), dim=1)
-    return 2 - 2 * (F.normalize(model["predictor"](model["online"](b["x"])), dim=1) * target).sum(1).mean()
 
 def dino(model: Any, b: Rows) -> Tensor:  # a teacher's answers, centred by the batch without gradient
     with torch.no_grad():
@@ -138,24 +124,11 @@ def grpo(model: Any, b: Rows) -> Tensor:
     each = -torch.min(ratio * gain[:, :1], ratio.clamp(0.8, 1.2) * gain[:, :1])
     return ((each * b["mask"]).sum(1) / b["mask"].sum(1)).mean()
 
-def dr_grpo(model: Any, b: Rows) -> Tensor:  # the same over a constant number of tokens
-    now = log_chances(model, b)
-    return -((now - now.detach()).exp() * b["advantage"][:, None] * b["mask"]).sum(1).div(WIDTH).mean()
-
-def reinforce(model: Any, b: Rows) -> Tensor:  # the mean reward of the batch as a baseline
-    chances = model(b["x"]).log_softmax(1).gather(1, b["label"][:, None])[:, 0]
-    return -(chances * (b["advantage"] - b["advantage"].mean())).mean()
-
 def tokens_and_advantages(model: Any, b: Rows) -> Tensor:
     """A mean over tokens, and one over sequences with advantages that the batch normalizes."""
     scores = model(b["tokens"])
     gain = (b["advantage"] - b["advantage"].mean()) / b["advantage"].std()
     return F.cross_entropy(scores.flatten(0, 1), b["labels"].flatten()) - (log_chances(model, b).sum(1) * gain).mean()
-
-def q_learning(model: Any, b: Rows) -> Tensor:  # a target network and Huber's loss
-    with torch.no_grad():
-        target = b["advantage"] + 0.9 * model["target"](b["x2"]).max(1).values * b["binary"]
-    return F.smooth_l1_loss(model["online"](b["x"]).gather(1, b["label"][:, None]).squeeze(1), target)
 
 def soft_dice(model: Any, b: Rows, dims: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:  # dice's loss over these dimensions
     p, t = model(b["small"]).sigmoid(), b["shape"]
@@ -164,16 +137,6 @@ def soft_dice(model: Any, b: Rows, dims: tuple[int, ...] = (0, 1, 2, 3)) -> Tens
 def soft_dice_across(model: Any, b: Rows) -> Tensor:  # the same over all micro-batches
     p, t = model(b["small"]).sigmoid(), b["shape"]
     return 1 - (2 * across.sum((p * t).sum()) + 1) / (across.sum(p.sum()) + across.sum(t.sum()) + 1)
-
-def lovasz(model: Any, b: Rows, *, per_image: bool) -> Tensor:  # the Lovász hinge, over each picture or over the batch
-    scores, targets = model(b["small"]).flatten(1), b["shape"].flatten(1)
-    if not per_image:
-        scores, targets = scores.flatten()[None], targets.flatten()[None]
-    errors, order = (1 - scores * (2 * targets - 1)).sort(1, descending=True)
-    right = targets.gather(1, order)
-    jaccard = 1 - (right.sum(1, keepdim=True) - right.cumsum(1)) / (right.sum(1, keepdim=True) + (1 - right).cumsum(1))
-    jaccard = torch.cat([jaccard[:, :1], jaccard[:, 1:] - jaccard[:, :-1]], 1)
-    return (F.relu(errors) * jaccard).sum(1).mean()
 
 def detection(model: Any, b: Rows) -> Tensor:  # sums over positives, divided by their number in the batch
     out = model(b["small"])
@@ -184,10 +147,6 @@ def class_weights_of_the_batch(model: Any, b: Rows) -> Tensor:  # weights from h
     often = torch.bincount(b["label"], minlength=CLASSES).clamp(min=1)
     return F.cross_entropy(model(b["x"]), b["label"], weight=(len(b["label"]) / often).to(b["x"].dtype))
 
-def hard_examples(model: Any, b: Rows) -> Tensor:  # only samples above the batch's mean loss
-    loss = F.cross_entropy(5 * model(b["x"]), b["label"], reduction="none")
-    return (loss * (loss > loss.detach().mean())).mean()
-
 def hard_half(model: Any, b: Rows) -> Tensor:  # the larger half of the losses, by index
     loss = F.cross_entropy(model(b["x"]), b["label"], reduction="none")
     return loss[loss.detach().topk((len(loss) + 1) // 2).indices].mean()
@@ -197,10 +156,6 @@ def fixmatch(model: Any, b: Rows) -> Tensor:  # labels of its own where it is su
         sure, label = model(b["x2"]).softmax(1).max(1)
     loss = F.cross_entropy(model(b["x2"] + 0.1 * b["x"]), label, reduction="none")
     return F.cross_entropy(model(b["x"]), b["label"]) + (loss * (sure > 0.45)).mean()
-
-def mixup(model: Any, b: Rows) -> Tensor:  # each sample mixed with its neighbour in the batch, inside of the loss
-    out = model(0.7 * b["x"] + 0.3 * b["x"].roll(1, 0))
-    return 0.7 * F.cross_entropy(out, b["label"]) + 0.3 * F.cross_entropy(out, b["label"].roll(1))
 
 def discriminator(model: Any, b: Rows) -> Tensor:  # real ones and made ones
     real, made = model["d"](b["x"]), model["d"](model["g"](b["noise"]).detach())
@@ -228,8 +183,6 @@ COUPLED_LOSSES = [
     Program("clip-of-gathered-rows", towers, rows, clip_gathered, accumulator=MEETS),
     Program("simclr", mlp, rows, simclr, **both(COUPLED)),
     Program("barlow-twins", mlp, rows, barlow_twins, **both(COUPLED)),
-    Program("vicreg", mlp, rows, vicreg, **both(COUPLED)),
-    Program("byol", self_taught, rows, byol),
     Program("dino-centred-by-the-batch", self_taught, rows, dino, unseen="coupled-samples"),
     Program("moco", lambda: parts(query=mlp(), key=frozen(mlp()), queue=frozen(nn.Linear(5, CLASSES))), rows, moco),
     Program("triplet-margin", mlp, rows, lambda m, b: F.triplet_margin_loss(m(b["x"]), m(b["x2"]), m(b["x"] + b["x2"]))),
@@ -241,35 +194,27 @@ COUPLED_LOSSES = [
     Program("ppo-advantages-as-given", actor_critic, rows, ppo(lambda a: a)),
     Program("ppo-normalized-advantages", actor_critic, rows, ppo(lambda a: (a - a.mean()) / (a.std() + 1e-8)), unseen="coupled-samples"),
     Program("tokens-and-normalized-advantages", Tagger, rows, tokens_and_advantages, unseen="coupled-samples", cuts=(6, 6, 6), micro_batch=6),
-    Program("reinforce-with-mean-baseline", mlp, rows, reinforce, unseen="coupled-samples"),
     Program("dpo", Tagger, rows, dpo),
     Program("dpo-joined", Tagger, rows, dpo_joined),
     Program("dpo-joined-one-by-one", Tagger, rows, dpo_joined, cuts=ONES, micro_batch=1),
     Program("grpo", Tagger, rows, grpo),
-    Program("dr-grpo", Tagger, rows, dr_grpo),
     Program("dapo-over-all-tokens", Tagger, rows, lambda m, b: masked(-log_chances(m, b) * b["advantage"][:, None], b["mask"]), accumulator=refused(UnreadableLoss, "count")),
-    Program("q-learning", lambda: parts(online=mlp(), target=frozen(mlp())), rows, q_learning),
-    Program("kl-to-reference-policy", lambda: parts(online=Tagger(), reference=frozen(Tagger())), rows, lambda m, b: (m["online"](b["tokens"]).softmax(-1) * (m["online"](b["tokens"]).log_softmax(-1) - m["reference"](b["tokens"]).log_softmax(-1))).sum(-1).mean()),
     Program("class-weights-of-the-batch", mlp, rows, class_weights_of_the_batch, unseen="coupled-samples"),
-    Program("hard-examples-by-the-mean", mlp, rows, hard_examples, unseen="coupled-samples", cuts=MANY),
     Program("hard-half-by-index", mlp, rows, hard_half, unseen="coupled-samples", cuts=MANY),
     Program("weights-normalized-by-the-batch", mlp, rows, lambda m, b: (F.cross_entropy(m(b["x"]), b["label"], reduction="none") * (b["weight"] / b["weight"].sum())).sum(), unseen="coupled-samples"),
     Program("fixmatch", mlp, rows, fixmatch),
-    Program("mixup-inside-the-loss", mlp, rows, mixup, unseen="coupled-samples"),
     Program("soft-dice-per-picture", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3))),
     Program("soft-dice-over-the-batch", segmenter, rows, soft_dice, **both(refused(UnreadableLoss, "across"))),
     Program("soft-dice-across", segmenter, rows, soft_dice_across, accumulator=MEETS),
     Program("dice-and-cross-entropy", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3)) + F.binary_cross_entropy_with_logits(m(b["small"]), b["shape"])),
-    Program("lovasz-per-picture", segmenter, rows, lambda m, b: lovasz(m, b, per_image=True)),
-    Program("lovasz-over-the-batch", segmenter, rows, lambda m, b: lovasz(m, b, per_image=False), **both(COUPLED)),
     Program("detection-over-positives", segmenter, rows, detection, accumulator=TOLD, big_step=TOLD),
     Program("segmentation-cross-entropy", lambda: segmenter(CLASSES), rows, lambda m, b: F.cross_entropy(m(b["small"]), b["regions"])),
     Program("gan", players, rows, {"d": discriminator, "g": generator}, quick=True),
     Program("r-drop", Tagger, rows, lambda m, b: (per_token(m, b) + per_token(m, b)).mean() + F.kl_div(m(b["tokens"]).log_softmax(-1), m(b["tokens"]).softmax(-1), reduction="none").sum(-1).mean()),
     Program("mean-tokens-and-mean-samples", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()) + 0.1 * m(b["tokens"]).pow(2).mean((1, 2)).mean(), accumulator=SEVERAL),
-    Program("graph-regression", Pooling, graphs, lambda m, b: F.mse_loss(m(b), b["y"]), collate=join_graphs),
-    Program("graph-regression-mean-pool", lambda: Pooling(mean=True), graphs, lambda m, b: F.mse_loss(m(b), b["y"]), collate=join_graphs),
-    Program("graph-energies-of-nodes", Pooled, graphs, lambda m, b: F.l1_loss(m(b), b["y"]), collate=join_graphs, accumulator=TOLD, big_step=TOLD),
-    Program("graph-energies-of-nodes, told", Pooled, graphs, lambda m, b: counted(F.l1_loss(m(b), b["y"]), len(b["y"])), collate=join_graphs),
+    Program("graph-regression", network, graphs, pooled, collate=join_graphs),
+    Program("graph-regression-mean-pool", network, graphs, lambda m, b: pooled(m, b, mean=True), collate=join_graphs),
+    Program("graph-energies-of-nodes", network, graphs, energies, collate=join_graphs, **both(TOLD)),
+    Program("graph-energies-of-nodes, told", network, graphs, lambda m, b: counted(energies(m, b), len(b["y"])), collate=join_graphs),
     Program("node-classification", lambda: parts(net=mlp()), graphs, lambda m, b: F.cross_entropy(m["net"](b["x"]), b["tags"]), collate=join_graphs),
 ]

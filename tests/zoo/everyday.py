@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Beta, Categorical, Dirichlet, Normal, kl_divergence
+from torch.distributions import Normal, kl_divergence
 
 from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, LossError, SeveralCounts, UnreadableLoss
@@ -20,15 +20,6 @@ COUNT = refused(UnreadableLoss, "count")
 LOOP = refused(LossError, "count")  # a loop over samples looks like several terms; a count settles it
 SEVERAL = refused(SeveralCounts, "counts=")
 FEATURES = frozen(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU()).double())  # a network of its own, as a perceptual loss has
-
-def heads(model: Any, b: Rows) -> Tensor:  # the mean of three heads' losses
-    x = model["body"](b["x"])
-    losses = [F.cross_entropy(head(x), b["classes"][:, i]) for i, head in enumerate(model["heads"])]
-    return (losses[0] + losses[1] + losses[2]) / 3
-
-def supervised_deeply(model: Any, b: Rows) -> Tensor:  # an auxiliary output with a smaller weight
-    hidden = model["body"](b["x"])
-    return F.cross_entropy(model["last"](hidden), b["label"]) + 0.4 * F.cross_entropy(hidden, b["label"])
 
 def tasks(model: Any, b: Rows) -> Tensor:  # each sample belongs to one of two tasks
     out, first = model(b["x"]), b["binary"] == 1
@@ -44,14 +35,6 @@ def crf(model: Any, b: Rows) -> Tensor:  # a linear chain: the forward algorithm
         total = torch.where(mask[:, t, None], torch.logsumexp(total[:, :, None] + change + scores[:, t, None], 1), total)
     return (total.logsumexp(1) - path).mean()
 
-def attention_decoder(model: Any, b: Rows) -> Tensor:  # additive attention over the sequence, one step after the other
-    hidden, losses = b["sequence"].mean(1), []
-    for t in range(3):
-        weight = (b["sequence"] * hidden[:, None]).sum(-1).masked_fill(b["mask"] == 0, -1e9).softmax(1)
-        hidden = model["cell"]((weight[..., None] * b["sequence"]).sum(1), hidden)
-        losses.append(F.cross_entropy(model["head"](hidden), b["classes"][:, t]))
-    return torch.stack(losses).mean()
-
 def ssim(model: Any, b: Rows) -> Tensor:  # structural similarity under a fixed window
     out, target = model(b["small"]), b["shape"]
     window = torch.full((1, 1, 3, 3), 1 / 9, dtype=out.dtype, device=out.device)
@@ -63,36 +46,9 @@ def perceptual(model: Any, b: Rows) -> Tensor:  # features of a frozen network t
     FEATURES.to(b["small"].device)
     return F.l1_loss(FEATURES(model(b["small"])), FEATURES(b["shape"]))
 
-def style(model: Any, b: Rows) -> Tensor:  # gram matrices of features, one per picture
-    features = model(b["small"]).flatten(2)
-    gram = features @ features.mT / features.shape[-1]
-    return F.mse_loss(gram, torch.zeros_like(gram) + torch.eye(CLASSES, dtype=gram.dtype, device=gram.device))
-
 def warped(model: Any, b: Rows) -> Tensor:  # registration: a picture is sampled where the network says
     grid = model(b["small"]).permute(0, 2, 3, 1).tanh()
     return F.l1_loss(F.grid_sample(b["shape"], grid, align_corners=False), b["small"][:, :1])
-
-def total_variation(model: Any, b: Rows) -> Tensor:  # reconstruction and smoothness
-    out = model(b["small"])
-    return F.mse_loss(out, b["shape"]) + 0.1 * ((out[:, :, 1:] - out[:, :, :-1]).abs().mean() + (out[..., 1:] - out[..., :-1]).abs().mean())
-
-def scale_invariant(model: Any, b: Rows, *, per_picture: bool) -> Tensor:  # the depth loss of Eigen et al
-    difference = (model(b["small"]) - b["shape"]).flatten(1)
-    if not per_picture:
-        difference = difference.flatten()[None]
-    return (difference.pow(2).mean(1) - 0.5 * difference.mean(1) ** 2).sqrt().mean()
-
-def rendered(model: Any, b: Rows) -> Tensor:  # neRF: samples along each ray
-    density, colour = model(b["sequence"]).softmax(-1).split([1, 2], -1)
-    alpha = 1 - (-density[..., 0]).exp()
-    passed = torch.cat([torch.ones_like(alpha[:, :1]), (1 - alpha + 1e-10).cumprod(1)[:, :-1]], 1)
-    return F.mse_loss(((alpha * passed)[..., None] * colour).sum(1), b["noise"])
-
-def predictive_coding(model: Any, b: Rows) -> Tensor:  # each step finds its own among the steps of its sequence
-    z = F.normalize(model(b["sequence"]), dim=-1)
-    scores = z[:, :-1] @ z[:, 1:].mT / 0.1
-    target = torch.arange(WIDTH - 1, device=z.device).expand(len(z), -1)
-    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 def inner_loop(model: Any, b: Rows) -> Tensor:  # MAML: each task takes a step of its own first
     weight, bias = dict(model.named_parameters()).values()
@@ -104,12 +60,6 @@ def inner_loop(model: Any, b: Rows) -> Tensor:  # MAML: each task takes a step o
 
 def one_by_one(model: Any, b: Rows) -> Tensor:  # a loop over samples of different length
     return torch.stack([F.mse_loss(model(x[:n]), y[:n]) for x, y, n in zip(b["sequence"], b["values"], b["lengths"].tolist(), strict=True)]).mean()
-
-def summed_one_by_one(model: Any, b: Rows) -> Tensor:  # the same, added up and divided by hand
-    total = torch.zeros((), dtype=b["x"].dtype, device=b["x"].device)
-    for x, y, n in zip(b["sequence"], b["values"], b["lengths"].tolist(), strict=True):
-        total = total + F.mse_loss(model(x[:n]), y[:n])
-    return total / len(b["x"])
 
 def mapped(model: Any, b: Rows) -> Tensor:  # one sample's loss, mapped over the batch
     weights = dict(model.named_parameters())
@@ -133,42 +83,12 @@ def concordance(model: Any, b: Rows) -> Tensor:  # lin's coefficient over the ba
     p, t = model(b["x"])[:, 0], b["advantage"]
     return 1 - 2 * ((p - p.mean()) * (t - t.mean())).mean() / (p.var(correction=0) + t.var(correction=0) + (p.mean() - t.mean()) ** 2)
 
-def correlation(model: Any, b: Rows) -> Tensor:  # pearson's along each sequence
-    p, t = model(b["sequence"])[..., 0], b["values"][..., 0]
-    p, t = p - p.mean(1, keepdim=True), t - t.mean(1, keepdim=True)
-    return 1 - F.cosine_similarity(p, t, dim=1).mean()
-
 def elbo(model: Any, b: Rows) -> Tensor:  # torch.distributions on both sides
     mean, log_scale = model["encoder"](b["x"]).chunk(2, 1)
     code = Normal(mean, log_scale.exp())
     z = mean + b["noise"] * log_scale.exp()
     prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
     return -(Normal(model["decoder"](z), 1.0).log_prob(b["x"]).sum(1) - kl_divergence(code, prior).sum(1)).mean()
-
-def policy(model: Any, b: Rows) -> Tensor:  # actor-critic with torch.distributions
-    actions = Categorical(logits=model(b["x"]))
-    return -(actions.log_prob(b["label"]) * b["advantage"]).mean() - 0.01 * actions.entropy().mean()
-
-def beta_likelihood(model: Any, b: Rows) -> Tensor:  # shares between 0 and 1
-    first, second = (F.softplus(model(b["x"])) + 0.1).unbind(1)
-    return -Beta(first, second).log_prob((b["weight"] - 0.5).clamp(0.01, 0.99)).mean()
-
-def evidential(model: Any, b: Rows) -> Tensor:  # evidence as a Dirichlet
-    alpha = F.softplus(model(b["x"])) + 1
-    chance = F.one_hot(b["label"], CLASSES).to(alpha.dtype)
-    uniform = Dirichlet(torch.ones_like(alpha))
-    return ((chance - alpha / alpha.sum(1, keepdim=True)) ** 2).sum(1).mean() + 0.1 * kl_divergence(Dirichlet(alpha), uniform).mean()
-
-def sparse_autoencoder(model: Any, b: Rows) -> Tensor:  # few features at a time, a decoder of unit columns
-    code = F.relu(model["encoder"](b["x"]))
-    out = F.linear(code, F.normalize(model["decoder"].weight, dim=0))
-    return (out - b["x"]).pow(2).sum(-1).mean() + 0.1 * code.abs().sum(-1).mean()
-
-def r1_penalty(model: Any, b: Rows) -> Tensor:  # softplus loss and the slope at real samples
-    real = b["x"].clone().requires_grad_()
-    score = model(real)
-    (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
-    return F.softplus(-score).mean() + F.softplus(model(b["x2"])).mean() + 5 * slope.pow(2).sum(1).mean()
 
 def slope_of_a_mean(model: Any, b: Rows, *, mean: bool = False) -> Tensor:
     """A penalty on the derivative of the mean loss, which shrinks with the batch."""
@@ -181,25 +101,6 @@ def hypernetwork(model: Any, b: Rows) -> Tensor:  # each sample has weights of i
     weight = model["makes"](b["x"]).view(-1, CLASSES, 6)
     return F.cross_entropy(torch.bmm(weight, b["x2"][..., None]).squeeze(-1), b["label"])
 
-def sinkhorn(model: Any, b: Rows) -> Tensor:  # a matching within each sample
-    scores = model(b["sequence"])[:, :CLASSES]
-    for _ in range(3):
-        scores = scores - scores.logsumexp(2, keepdim=True)
-        scores = scores - scores.logsumexp(1, keepdim=True)
-    return -scores.diagonal(dim1=1, dim2=2).mean()
-
-def swav(model: Any, b: Rows) -> Tensor:  # codes that are balanced over the batch without gradient
-    scores = F.normalize(model["net"](b["x"]), dim=1) @ model["prototypes"].weight.T
-    with torch.no_grad():
-        codes = (F.normalize(model["net"](b["x2"]), dim=1) @ model["prototypes"].weight.T / 0.1).exp()
-        for _ in range(3):
-            codes = codes / codes.sum(0)
-            codes = codes / codes.sum(1, keepdim=True)
-    return -(codes * (scores / 0.1).log_softmax(1)).sum(1).mean()
-
-def listwise(model: Any, b: Rows) -> Tensor:  # listNet: documents of one query
-    return -(b["values"][..., 0].softmax(1) * model(b["sequence"])[..., 0].log_softmax(1)).sum(1).mean()
-
 def in_sample_pairs(model: Any, b: Rows) -> Tensor:  # rankNet: pairs of documents of one query
     scores, wanted = model(b["sequence"])[..., 0], b["values"][..., 0]
     return F.softplus(-(scores[:, :, None] - scores[:, None]) * (wanted[:, :, None] - wanted[:, None]).sign()).mean()
@@ -207,10 +108,6 @@ def in_sample_pairs(model: Any, b: Rows) -> Tensor:  # rankNet: pairs of documen
 def batch_pairs(model: Any, b: Rows) -> Tensor:  # the same over pairs of the batch
     scores, wanted = model(b["x"])[:, 0], b["advantage"]
     return F.softplus(-(scores[:, None] - scores) * (wanted[:, None] - wanted).sign()).mean()
-
-def center_loss(model: Any, b: Rows) -> Tensor:  # a centre for each class as a parameter
-    out = model["net"](b["x"])
-    return F.cross_entropy(out, b["label"]) + 0.1 * (out - model["centres"].weight[b["label"]]).pow(2).sum(1).mean()
 
 def weighed_by_hand(model: Any, b: Rows) -> Tensor:  # a weighted mean
     loss = (model(b["x"]) - b["value"]).pow(2).mean(1)
@@ -222,17 +119,6 @@ def margin_by_index(model: Any, b: Rows) -> Tensor:  # arcFace as people write i
     index = torch.arange(len(scores), device=scores.device)
     scores[index, b["label"]] = cosine[index, b["label"]] - 0.2
     return F.cross_entropy(8 * scores, b["label"])
-
-def margin_by_scatter(model: Any, b: Rows) -> Tensor:  # arcFace by one-hot vectors
-    cosine = F.linear(F.normalize(model["net"](b["x"])), F.normalize(model["classes"].weight))
-    phi = torch.cos(torch.acos(cosine.clamp(-0.99, 0.99)) + 0.3)
-    chosen = torch.zeros_like(cosine).scatter_(1, b["label"][:, None], 1.0)
-    return F.cross_entropy(8 * (chosen * phi + (1 - chosen) * cosine), b["label"])
-
-def asr(model: Any, b: Rows) -> Tensor:  # CTC and cross-entropy beside each other
-    out = model(b["sequence"])
-    ctc = F.ctc_loss(out.log_softmax(-1).transpose(0, 1), b["spelled"], b["lengths"], b["spelled_lengths"], reduction="none", zero_infinity=True)
-    return 0.3 * (ctc / b["spelled_lengths"]).mean() + 0.7 * F.cross_entropy(out.flatten(0, 1), b["classes"].flatten())
 
 def smoothed_by_hand(model: Any, b: Rows) -> Tensor:
     """Label smoothing by KL divergence, as in the annotated transformer: a sum over tokens that count."""
@@ -257,8 +143,6 @@ def supcon_across(model: Any, b: Rows) -> Tensor:  # rows of one's own beside th
     return -((chance * same).sum(1) / same.sum(1).clamp(min=1)).mean()
 
 EVERYDAY = [
-    Program("three-heads", lambda: parts(body=mlp(6, 6), heads=nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(3))), rows, heads),
-    Program("deep-supervision", lambda: parts(body=mlp(), last=mlp(CLASSES)), rows, supervised_deeply),
     Program("two-tasks-by-sample", mlp, rows, tasks, accumulator=SEVERAL),
     Program("sum-over-batch-size", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / b["x"].size(0)),
     Program("sum-over-elements", mlp, rows, lambda m, b: (m(b["x"]) - b["value"]).pow(2).sum() / b["value"].numel()),
@@ -268,45 +152,25 @@ EVERYDAY = [
     Program("margin-ranking", lambda: mlp(6, 1), rows, lambda m, b: F.margin_ranking_loss(m(b["x"])[:, 0], m(b["x2"])[:, 0], 2 * b["binary"] - 1, margin=0.5)),
     Program("hadsell-contrastive", mlp, rows, lambda m, b: (b["binary"] * F.pairwise_distance(m(b["x"]), m(b["x2"])) ** 2 + (1 - b["binary"]) * F.relu(1 - F.pairwise_distance(m(b["x"]), m(b["x2"]))) ** 2).mean()),
     Program("ordinal-regression", mlp, rows, lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), (b["label"][:, None] > torch.arange(CLASSES, device=b["x"].device)).double())),
-    Program("center-loss", lambda: parts(net=mlp(), centres=nn.Linear(CLASSES, CLASSES)), rows, center_loss),
     Program("arcface-by-index", lambda: parts(net=mlp(6, 4), classes=nn.Linear(4, CLASSES)), rows, margin_by_index),
-    Program("arcface-by-scatter", lambda: parts(net=mlp(6, 4), classes=nn.Linear(4, CLASSES)), rows, margin_by_scatter),
     Program("crf", lambda: parts(net=mlp(), change=nn.Linear(CLASSES, CLASSES)), rows, crf),
-    Program("attention-decoder", lambda: parts(cell=nn.GRUCell(6, 6), head=nn.Linear(6, CLASSES)), rows, attention_decoder),
-    Program("ctc-and-cross-entropy", mlp, rows, asr),
     Program("smoothed-kl-over-tokens", Tagger, rows, smoothed_by_hand, accumulator=COUNT, big_step=COUNT),
     Program("smoothed-kl-counted", Tagger, rows, said),
-    Program("predictive-coding-within-sequences", mlp, rows, predictive_coding),
     Program("soft-dtw", mlp, rows, soft_dtw),
-    Program("sinkhorn-within-samples", mlp, rows, sinkhorn),
-    Program("swav-codes", lambda: parts(net=mlp(), prototypes=nn.Linear(CLASSES, 4)), rows, swav, unseen="coupled-samples"),
-    Program("listnet", mlp, rows, listwise),
     Program("ranknet-within-queries", mlp, rows, in_sample_pairs),
     Program("ranknet-over-the-batch", mlp, rows, batch_pairs, accumulator=COUPLED, big_step=COUPLED),
     Program("concordance", mlp, rows, concordance, accumulator=refused(LossError, "across"), big_step=refused(LossError, "across")),
-    Program("correlation-within-sequences", mlp, rows, correlation),
     Program("elbo-by-distributions", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, elbo),
-    Program("actor-critic-by-distributions", mlp, rows, policy),
-    Program("beta-likelihood", lambda: mlp(6, 2), rows, beta_likelihood),
-    Program("evidential", mlp, rows, evidential),
-    Program("sparse-autoencoder", lambda: parts(encoder=nn.Linear(6, 8), decoder=nn.Linear(8, 6)), rows, sparse_autoencoder),
     Program("hypernetwork", lambda: parts(makes=mlp(6, 18)), rows, hypernetwork),
     Program("inner-loop", lambda: nn.Linear(6, CLASSES), rows, inner_loop, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP),
-    Program("one-sample-after-the-other-summed", mlp, rows, summed_one_by_one, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other-one-by-one", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP, cuts=(1, 1, 1, 1), micro_batch=1),
     Program("vmap", mlp, rows, mapped),
-    Program("r1-penalty", lambda: mlp(6, 1), rows, r1_penalty),
     Program("slope-of-a-mean", mlp, rows, slope_of_a_mean, accumulator=refused(CoupledLoss, "sum"), big_step=refused(CoupledLoss, "sum")),
     Program("slope-of-a-mean-averaged", mlp, rows, lambda m, b: slope_of_a_mean(m, b, mean=True), accumulator=refused(CoupledLoss, "sum"), big_step=refused(CoupledLoss, "sum")),
     Program("ssim", segmenter, rows, ssim),
     Program("perceptual", segmenter, rows, perceptual),
-    Program("style-by-gram-matrices", lambda: segmenter(CLASSES), rows, style),
     Program("spatial-transformer", lambda: segmenter(2), rows, warped),
-    Program("total-variation", segmenter, rows, total_variation),
-    Program("scale-invariant-depth-per-picture", segmenter, rows, lambda m, b: scale_invariant(m, b, per_picture=True)),
-    Program("scale-invariant-depth-over-the-batch", segmenter, rows, lambda m, b: scale_invariant(m, b, per_picture=False), accumulator=refused(LossError, "across"), big_step=refused(LossError, "across")),
-    Program("volume-rendering", mlp, rows, rendered),
     Program("valid-pixels", segmenter, rows, lambda m, b: (m(b["small"]) - b["small"][:, :1]).abs()[b["shape"] == 1].mean()),
     Program("instance-norm-with-statistics", lambda: conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), buffers=False),
     Program("rmse-across", mlp, rows, rmse_across, accumulator=refused(CoupledLoss, "BigStep")),

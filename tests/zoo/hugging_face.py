@@ -104,18 +104,6 @@ def preferred(model: Any, b: Rows) -> Tensor:  # DPO with a Llama and a frozen r
     chosen, rejected = chances(model["policy"]).chunk(2)
     return -F.logsigmoid(0.1 * ((chosen - better) - (rejected - worse))).mean()
 
-def double_heads(model: Any, b: Rows) -> Tensor:  # a language model's loss and the choice between continuations
-    last = torch.full_like(b["choices"][..., 0], WIDTH - 1)
-    out = model(input_ids=b["choices"], mc_token_ids=last, labels=b["choices"], mc_labels=b["choice"])
-    return out.loss + out.mc_loss
-
-def taught(model: Any, b: Rows) -> Tensor:  # distillation of a language model over tokens, beside its own loss
-    out = model["student"](input_ids=b["input_ids"], labels=b["next"])
-    with torch.no_grad():
-        teacher = model["teacher"](input_ids=b["input_ids"]).logits
-    divergence = F.kl_div(out.logits.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
-    return out.loss + 0.5 * divergence.mean()
-
 def checkpointing(model: Any) -> nn.Module:  # with activations computed again in backward, as Trainer turns it on
     model.gradient_checkpointing_enable()
     assert isinstance(model, nn.Module)
@@ -147,8 +135,6 @@ HUGGING_FACE = [
     Program("llama-label-smoother", LLAMA, sentences, smoothed, "transformers", accumulator=refused(UnreadableLoss, "count"), tolerance=FLOAT32),
     Program("llama-classification", made("LlamaForSequenceClassification", "LlamaConfig", **LLAMA_LIKE, num_labels=CLASSES), sentences, asking(*TEXT, labels="class"), "transformers", tolerance=FLOAT32),
     Program("llama-dpo", lambda: parts(policy=LLAMA(), reference=frozen(LLAMA())), sentences, preferred, "transformers", tolerance=FLOAT32),
-    Program("llama-distillation", lambda: parts(student=LLAMA(), teacher=frozen(LLAMA())), sentences, taught, "transformers", accumulator=SEVERAL, tolerance=FLOAT32),
-    Program("gpt2-double-heads", made("GPT2DoubleHeadsModel", "GPT2Config", **GPT2), sentences, double_heads, "transformers"),
     headed("bert-masked-lm", "BertForMaskedLM", quick=True, labels="hidden"),
     headed("bert-classification", "BertForSequenceClassification", quick=True, labels="class"),
     headed("bert-multi-label", "BertForSequenceClassification", labels="flags"),

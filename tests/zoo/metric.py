@@ -67,20 +67,14 @@ def sentence_loss(
 def convolution(layer: str, inputs: int) -> Any:  # a layer of PyG
     return G.GINConv(nn.Linear(inputs, 8)) if layer == "GINConv" else getattr(G, layer)(inputs, 8)
 
-class Network(nn.Module):
-    """Two layers of PyG, a pooling, a head."""
-    def __init__(self, layer: str, pool: str) -> None:
-        super().__init__()
-        self.first, self.second, self.head, self.pool = (convolution(layer, 6), convolution(layer, 8), nn.Linear(8, 1), pool)
+def network(name: str, layer: str, pool: str = "global_mean_pool") -> Program:
+    """Two layers of PyG, a pooling, a head, and a regression of one number per graph."""
 
-    def forward(self, b: Rows) -> Tensor:  # one number per graph
-        x = self.second(self.first(b["x"], b["edges"]).relu(), b["edges"])
-        numbers: Tensor = self.head(getattr(G, self.pool)(x, b["batch"], b["graphs"]))[:, 0]
-        return numbers
+    def loss(model: Any, b: Rows) -> Tensor:
+        x = model["second"](model["first"](b["x"], b["edges"]).relu(), b["edges"])
+        return F.mse_loss(model["head"](getattr(G, pool)(x, b["batch"], b["graphs"]))[:, 0], b["y"])
 
-def network(name: str, layer: str, pool: str = "global_mean_pool", expected: Expected = EXACT) -> Program:
-    """A graph network with a regression."""
-    return Program(f"pyg-{name}", lambda: Network(layer, pool), graphs, lambda m, b: F.mse_loss(m(b), b["y"]), PYG, accumulator=expected, collate=join_graphs)
+    return Program(f"pyg-{name}", lambda: parts(first=convolution(layer, 6), second=convolution(layer, 8), head=nn.Linear(8, 1)), graphs, loss, PYG, collate=join_graphs)
 
 def all_pairs(pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Edges between all atoms of a molecule, with their lengths."""

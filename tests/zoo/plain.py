@@ -32,16 +32,6 @@ class Tagger(nn.Module):
         scores: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
         return scores
 
-class Factors(nn.Module):
-    """Users and items as rows of parameters."""
-    def __init__(self) -> None:
-        super().__init__()
-        self.user = nn.Parameter(torch.randn(9, 4))
-        self.item = nn.Parameter(torch.randn(9, 4))
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:  # how much each user likes the item beside it
-        return (self.user[user] * self.item[item]).sum(1)
-
 class Remembering(nn.Module):
     """A recurrent layer that goes on from where the last call ended."""
     def __init__(self) -> None:
@@ -68,71 +58,39 @@ class Ghost(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # each chunk by itself
         return torch.cat([self.norm(chunk) for chunk in x.tensor_split(max(len(x) // 2, 1))])
 
-class Experts(nn.Module):
-    """Four experts, of which each row takes two; as the whole of a model, or behind another layer."""
-    def __init__(self, *, behind: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6) if behind else nn.Identity()
-        self.router = nn.Linear(6, 4)
-        self.experts = nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4))
+def factors() -> nn.Module:  # users and items as rows of parameters
+    return nn.ParameterDict({"user": torch.randn(9, 4), "item": torch.randn(9, 4)})
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # scores, and the router's probabilities
-        x = self.first(x)
-        chances = self.router(x).softmax(-1)
-        weight, chosen = chances.topk(2)
-        out = x.new_zeros(len(x), CLASSES)
-        for number, expert in enumerate(self.experts):
-            row, place = (chosen == number).nonzero(as_tuple=True)
-            out = out.index_add(0, row, weight[row, place, None] * expert(x[row]))
-        return out, chances
+def liked(model: Any, user: Tensor, item: Tensor) -> Tensor:  # how much each user likes the item beside it
+    return (model["user"][user] * model["item"][item]).sum(1)
 
-class Checkpointed(nn.Module):
-    """Its first layer runs again in backward."""
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.reentrant = nn.Linear(6, 8), nn.Linear(8, CLASSES), reentrant
+def written(model: Any, b: Rows) -> Tensor:  # a decoder that fills `outputs[:, t]` step by step
+    sequence = b["sequence"]
+    hidden = sequence.new_zeros(len(sequence), 8)
+    outputs = sequence.new_zeros(len(sequence), WIDTH, CLASSES)
+    for t in range(WIDTH):
+        hidden = model["cell"](sequence[:, t], hidden)
+        outputs[:, t] = model["head"](hidden)
+    return F.cross_entropy(outputs.transpose(1, 2), b["classes"])
 
-    def forward(self, x: Tensor) -> Tensor:  # scores
-        x = x.detach().requires_grad_() if self.reentrant else x
-        scores: Tensor = self.last(checkpoint(lambda y: self.first(y).tanh(), x, use_reentrant=self.reentrant))
-        return scores
+def experts() -> nn.Module:  # four of them, with a router, behind another layer
+    return parts(first=nn.Linear(6, 6), router=nn.Linear(6, 4), experts=nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4)))
 
-class Coupling(nn.Module):
-    """One affine coupling layer of a flow."""
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(3, 6)
+def routed(model: Any, b: Rows, *, behind: bool = True, balanced: bool = False) -> Tensor:
+    """Each row takes two experts; perhaps with a term that spreads rows over experts."""
+    x = model["first"](b["x"]) if behind else b["x"]
+    chances = model["router"](x).softmax(-1)
+    weight, chosen = chances.topk(2)
+    out = x.new_zeros(len(x), CLASSES)
+    for number, expert in enumerate(model["experts"]):
+        row, place = (chosen == number).nonzero(as_tuple=True)
+        out = out.index_add(0, row, weight[row, place, None] * expert(x[row]))
+    load = F.one_hot(chances.argmax(1), 4).double().mean(0)
+    return F.cross_entropy(out, b["label"]) + (0.01 * 4 * (load * chances.mean(0)).sum() if balanced else 0)
 
-    def forward(self, x: Tensor) -> Tensor:  # the logarithm of the density
-        left, right = x.chunk(2, -1)
-        scale, shift = self.net(left).chunk(2, -1)
-        z = torch.cat([left, right * scale.tanh().exp() + shift], -1)
-        return torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(-1) + scale.tanh().sum(-1)
-
-class Quantizer(nn.Module):
-    """VQ-VAE: the nearest of eight codes, straight through."""
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.codes = mlp(6, 4), mlp(4, 6), nn.Embedding(8, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # what is decoded, what was encoded, and its codes
-        z = self.encoder(x)
-        codes = self.codes(torch.cdist(z.detach(), self.codes.weight.detach()).argmin(1))
-        return self.decoder(z + (codes - z).detach()), z, codes
-
-class Writer(nn.Module):
-    """A decoder that fills `outputs[:, t]` step by step."""
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, sequence: Tensor) -> Tensor:  # scores, (n, width, classes)
-        hidden = sequence.new_zeros(len(sequence), 8)
-        outputs = sequence.new_zeros(len(sequence), WIDTH, CLASSES)
-        for t in range(WIDTH):
-            hidden = self.cell(sequence[:, t], hidden)
-            outputs[:, t] = self.head(hidden)
-        return outputs
+def checkpointed(model: Any, b: Rows, *, reentrant: bool) -> Tensor:  # its first layer runs again in backward
+    x = b["x"].detach().requires_grad_() if reentrant else b["x"]
+    return F.cross_entropy(model[1:](checkpoint(model[0], x, use_reentrant=reentrant)), b["label"])
 
 def conv(*norms: nn.Module) -> nn.Sequential:  # a small network over pictures
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *norms, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
@@ -167,11 +125,6 @@ def focal(model: Any, b: Rows) -> Tensor:  # focal loss of scores
     loss = F.cross_entropy(model(b["x"]), b["label"], reduction="none")
     return ((1 - (-loss).exp()) ** 2 * loss).mean()
 
-def mixture_density(model: Any, b: Rows) -> Tensor:  # the likelihood of a mixture of two normals
-    weight, mean, log_scale = model(b["x"]).view(-1, 3, 2).unbind(1)
-    each = torch.distributions.Normal(mean, log_scale.exp()).log_prob(b["value"][:, :1])
-    return -torch.logsumexp(weight.log_softmax(-1) + each, -1).mean()
-
 def multivariate(model: Any, b: Rows) -> Tensor:  # the likelihood of a normal with a full covariance per sample
     out = model(b["x"])
     scale = torch.diag_embed(out[:, 3:6].exp()) + torch.tril(out[:, 6:15].view(-1, 3, 3), -1)
@@ -197,19 +150,9 @@ def gradient_penalty(model: Any, b: Rows) -> Tensor:  # WGAN-GP: the critic's sl
     (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
     return model(b["x2"]).mean() - model(b["x"]).mean() + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
 
-def physics(model: Any, b: Rows) -> Tensor:  # the residual of a differential equation, and the data
-    x = b["x"].clone().requires_grad_()
-    u = model(x)
-    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    return (slope[:, :1] + u).pow(2).mean() + F.mse_loss(u, b["value"][:, :1])
-
 def packed_sequences(model: Any, b: Rows) -> Tensor:  # the last state of packed sequences
     packed = rnn.pack_padded_sequence(b["sequence"], b["lengths"].cpu(), batch_first=True, enforce_sorted=False)
     return F.cross_entropy(model["head"](model["lstm"](packed)[1][0][0]), b["label"])
-
-def uncertainty(model: Any, b: Rows) -> Tensor:  # two tasks, weighed by learned uncertainties
-    out, s = model["net"](b["x"]), model["scales"].weight[0]
-    return (-s[0]).exp() * F.cross_entropy(out, b["label"]) + s[0] + (-s[1]).exp() * F.mse_loss(out, b["value"]) + s[1]
 
 def distillation(model: Any, b: Rows) -> Tensor:  # a teacher's soft answers beside the hard ones
     student = model["student"](b["x"])
@@ -218,17 +161,11 @@ def distillation(model: Any, b: Rows) -> Tensor:  # a teacher's soft answers bes
     soft = F.kl_div((student / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean") * 4
     return 0.5 * F.cross_entropy(student, b["label"]) + 0.5 * soft
 
-def quantized(model: Any, b: Rows) -> Tensor:  # reconstruction, codebook and commitment
-    out, z, codes = model(b["x"])
+def quantized(model: Any, b: Rows) -> Tensor:  # VQ-VAE: reconstruction, codebook and commitment, straight through
+    z = model["encoder"](b["x"])
+    codes = model["codes"](torch.cdist(z.detach(), model["codes"].weight.detach()).argmin(1))
+    out = model["decoder"](z + (codes - z).detach())
     return F.mse_loss(out, b["x"]) + F.mse_loss(codes, z.detach()) + 0.25 * F.mse_loss(z, codes.detach())
-
-def balanced(model: Any, b: Rows) -> Tensor:  # cross-entropy with a term that spreads rows over experts
-    out, chances = model(b["x"])
-    load = F.one_hot(chances.argmax(1), 4).double().mean(0)
-    return F.cross_entropy(out, b["label"]) + 0.01 * 4 * (load * chances.mean(0)).sum()
-
-def chosen_by_rows(model: Any, b: Rows) -> Tensor:  # bayesian personalized ranking over rows of parameters
-    return -F.logsigmoid(model(b["user"], b["item"]) - model(b["user"], b["other"])).mean()
 
 def in_autocast(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """The same under autocast to bfloat16."""
@@ -263,10 +200,8 @@ PLAIN = [
     Program("multi-label", mlp, rows, lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["flags"], pos_weight=b["x"].new_tensor([1.0, 2.0, 3.0]))),
     Program("gaussian-likelihood", lambda: mlp(6, 6), rows, lambda m, b: F.gaussian_nll_loss(m(b["x"])[:, :3], b["value"], m(b["x"])[:, 3:].exp())),
     Program("poisson-likelihood", mlp, rows, lambda m, b: F.poisson_nll_loss(m(b["x"]), b["flags"])),
-    Program("mixture-density-network", lambda: mlp(6, 6), rows, mixture_density),
     Program("multivariate-normal", lambda: mlp(6, 15), rows, multivariate),
     Program("quantile-regression", mlp, rows, lambda m, b: torch.maximum(0.9 * (b["value"] - m(b["x"])), -0.1 * (b["value"] - m(b["x"]))).mean()),
-    Program("normalizing-flow", Coupling, rows, lambda m, b: -m(b["x"]).mean()),
     Program("rmse", mlp, rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"]).sqrt(), accumulator=refused(UnreadableLoss, "nonlinear"), big_step=refused(UnreadableLoss, "across")),
     Program("masked-regression-by-index", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["binary"] == 1], b["value"][b["binary"] == 1])),
     Program("masked-regression-often-empty", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["rare"]], b["value"][b["rare"]])),
@@ -276,7 +211,7 @@ PLAIN = [
     Program("lstm-language-model", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten(), ignore_index=-100), quick=True),
     Program("token-loss-with-z-loss", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()) + 1e-2 * m(b["tokens"]).logsumexp(-1).pow(2).mean(), accumulator=SEVERAL),
     Program("packed-sequences", lambda: parts(lstm=nn.LSTM(6, 8, batch_first=True), head=nn.Linear(8, CLASSES)), rows, packed_sequences),
-    Program("decoder-that-fills-outputs", Writer, rows, lambda m, b: F.cross_entropy(m(b["sequence"]).transpose(1, 2), b["classes"])),
+    Program("decoder-that-fills-outputs", lambda: parts(cell=nn.GRUCell(6, 8), head=nn.Linear(8, CLASSES)), rows, written),
     Program("time-major", mlp, rows, lambda m, b: F.cross_entropy(m(b["sequence"].transpose(0, 1)).flatten(0, 1), b["classes"].T.flatten())),
     Program("time-major-sum-over-time", mlp, rows, lambda m, b: F.mse_loss(m(b["sequence"].transpose(0, 1)), b["values"].transpose(0, 1), reduction="sum") / WIDTH, unseen="coupled-samples"),
     Program("transformer-encoder", lambda: parts(body=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), head=nn.Linear(6, CLASSES)), rows, lambda m, b: F.cross_entropy(m["head"](m["body"](b["sequence"], src_key_padding_mask=b["mask"] == 0)).mean(1), b["label"])),
@@ -284,22 +219,20 @@ PLAIN = [
     Program("adaptive-softmax", lambda: parts(net=mlp(6, 8), head=nn.AdaptiveLogSoftmaxWithLoss(8, 9, [3, 6], div_value=2.0)), rows, lambda m, b: m["head"](m["net"](b["x"]), b["user"]).loss),
     Program("word2vec-negative-sampling", lambda: parts(a=nn.Embedding(9, 4), b=nn.Embedding(9, 4)), rows, lambda m, b: -(F.logsigmoid((m["a"](b["user"]) * m["b"](b["item"])).sum(1)) + F.logsigmoid(-(m["a"](b["user"]) * m["b"](b["other"])).sum(1))).mean()),
     Program("embedding-bag", lambda: parts(bag=nn.EmbeddingBag(WORDS, 6, mode="mean"), head=nn.Linear(6, CLASSES)), rows, lambda m, b: F.cross_entropy(m["head"](m["bag"](b["tokens"])), b["label"])),
-    Program("matrix-factorization", Factors, rows, lambda m, b: F.mse_loss(m(b["user"], b["item"]), b["advantage"])),
-    Program("ranking-over-rows-of-parameters", Factors, rows, chosen_by_rows),
+    Program("matrix-factorization", factors, rows, lambda m, b: F.mse_loss(liked(m, b["user"], b["item"]), b["advantage"])),
+    Program("ranking-over-rows-of-parameters", factors, rows, lambda m, b: -F.logsigmoid(liked(m, b["user"], b["item"]) - liked(m, b["user"], b["other"])).mean()),
     Program("vae-of-the-torch-examples", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, vae_by_sums),
     Program("vae-by-means", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, vae_by_means, quick=True),
-    Program("vq-vae", Quantizer, rows, quantized),
+    Program("vq-vae", lambda: parts(encoder=mlp(6, 4), decoder=mlp(4, 6), codes=nn.Embedding(8, 4)), rows, quantized),
     Program("wgan-gradient-penalty", lambda: mlp(6, 1), rows, gradient_penalty),
-    Program("physics-informed", lambda: mlp(6, 1), rows, physics),
     Program("si-sdr", lambda: mlp(64, 64), rows, si_sdr),
     Program("stft-loss", lambda: mlp(64, 64), rows, spectral),
     Program("chamfer-distance", lambda: mlp(6, 3), rows, chamfer),
-    Program("learned-uncertainties", lambda: parts(net=mlp(), scales=nn.Linear(2, 1)), rows, uncertainty),
     Program("weight-decay-in-the-loss", mlp, rows, lambda m, b: cross_entropy(m, b) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()), quick=True),
     Program("distillation", lambda: parts(student=mlp(), teacher=frozen(mlp())), rows, distillation, quick=True),
-    Program("mixture-of-experts", Experts, rows, lambda m, b: F.cross_entropy(m(b["x"])[0], b["label"])),
-    Program("mixture-of-experts-alone", lambda: Experts(behind=False), rows, lambda m, b: F.cross_entropy(m(b["x"])[0], b["label"]), accumulator=refused(UnreadableLoss, "count"), big_step=refused(UnreadableLoss, "counted")),
-    Program("mixture-of-experts-balanced", Experts, rows, balanced, accumulator=COUPLED, big_step=refused(CoupledLoss, "across")),
+    Program("mixture-of-experts", experts, rows, routed),
+    Program("mixture-of-experts-alone", experts, rows, lambda m, b: routed(m, b, behind=False), accumulator=refused(UnreadableLoss, "count"), big_step=refused(UnreadableLoss, "counted")),
+    Program("mixture-of-experts-balanced", experts, rows, lambda m, b: routed(m, b, balanced=True), accumulator=COUPLED, big_step=refused(CoupledLoss, "across")),
     Program("batch-norm", lambda: conv(nn.BatchNorm2d(4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), accumulator=AWAKE, quick=True),
     Program("group-norm", lambda: conv(nn.GroupNorm(2, 4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
     Program("instance-norm", lambda: conv(nn.InstanceNorm2d(4, affine=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
@@ -311,8 +244,8 @@ PLAIN = [
     Program("weight-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, CLASSES))), rows, cross_entropy),
     Program("old-weight-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.utils.weight_norm(nn.Linear(8, CLASSES))), rows, cross_entropy),
     Program("orthogonal", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.orthogonal(nn.Linear(8, CLASSES))), rows, cross_entropy),
-    Program("checkpointed", lambda: Checkpointed(reentrant=False), rows, cross_entropy),
-    Program("checkpointed-reentrant", lambda: Checkpointed(reentrant=True), rows, cross_entropy),
+    Program("checkpointed", mlp, rows, lambda m, b: checkpointed(m, b, reentrant=False)),
+    Program("checkpointed-reentrant", mlp, rows, lambda m, b: checkpointed(m, b, reentrant=True)),
     Program("compiled-model", lambda: compiled(mlp()), rows, cross_entropy),
     Program("compiled-loss", mlp, rows, lambda m, b: compiled_loss(m(b["x"]), b["value"]), accumulator=refused(UnreadableLoss, "compile"), big_step=refused(UnreadableLoss, "compile")),
     Program("autocast", mlp, rows, in_autocast(cross_entropy), tolerance=BFLOAT16, float64=False),

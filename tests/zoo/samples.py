@@ -84,7 +84,6 @@ def sentences(n: int, seed: int) -> dict[str, Tensor]:
         "end": lengths - 1,
         "choices": torch.randint(3, WORDS, (n, 2, WIDTH), generator=by),
         "choice": torch.randint(2, (n,), generator=by),
-        "reference": torch.randn(n, generator=by, dtype=torch.float64),
     }
 
 

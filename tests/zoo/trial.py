@@ -3,7 +3,7 @@
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._pytree import tree_map
 
 import bigbatch
 from bigbatch import Accumulator, BigStep, errors, verify
@@ -44,10 +45,10 @@ class Result:
 class Run:
     """What a run left behind, one entry per update."""
 
-    steps: list[Tensor]
-    norms: list[float]
-    losses: list[float | None]  # None: not told, or told not to be exact
-    buffers: Tensor
+    steps: list[Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)  # None: not told, or told not to be exact
+    buffers: Tensor = field(default_factory=lambda: torch.empty(0))
     untold: str = ""  # what was raised in the place of a loss
 
 
@@ -69,9 +70,8 @@ def is_met(program: Program, entrance: str, result: Result) -> bool:
         return result.outcome in {"exact", "refused"} or (result.outcome == "wrong" and entrance == "accumulator")
     if due.error is None:
         return result.outcome == "exact"
-    return (
-        result.outcome == "refused" and issubclass(getattr(errors, result.kind), due.error) and due.word in result.text
-    )
+    kind = getattr(errors, result.kind, object)
+    return result.outcome == "refused" and issubclass(kind, due.error) and due.word in result.text
 
 
 def entrances(program: Program) -> tuple[str, ...]:
@@ -81,20 +81,19 @@ def entrances(program: Program) -> tuple[str, ...]:
 
 def attempt(program: Program, entrance: str, *, seed: int = 0, device: torch.device | None = None) -> Result:
     """Try it, and say what came out."""
-    device = device or torch.device("cpu")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        result = _attempted(program, entrance, seed, device)
+        result = _attempted(program, entrance, seed, device or torch.device("cpu"))
     ours = sorted({str(each.message) for each in said if each.filename.startswith(_OURS)})
     return Result(result.outcome, result.distance, result.kind, result.text, ours)
 
 
 def _attempted(program: Program, entrance: str, seed: int, device: torch.device) -> Result:
-    true = None if entrance == "verify" else _run(program, seed, device, _true)
+    true = None if entrance == "verify" else _run(program, "", seed, device)
     try:
         if true is None:
             return _verified(program, seed, device)
-        ours = _run(program, seed, device, _accumulated if entrance == "accumulator" else _stepped)
+        ours = _run(program, entrance, seed, device)
     except BigBatchError as error:
         return Result("refused", kind=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001 - whatever comes out is the result
@@ -109,7 +108,7 @@ def _verified(program: Program, seed: int, device: torch.device) -> Result:
     (loss,) = program.losses().values()
     found, causes = None, ""
     for number in range(UPDATES):  # a batch that happens not to be coupled is exact
-        batch = _moved(_given(program, sum(program.cuts), 100 * seed + number), device)
+        batch = _batch(program, sum(program.cuts), 100 * seed + number, device)
         found = verify(program.model(device), loss, batch, micro_batch_size=program.micro_batch)
         causes = "" if found.exact else ", ".join(cause.kind for cause in found.causes)
         if causes:
@@ -132,22 +131,16 @@ def _distance(ours: Tensor, true: Tensor) -> float:
     return float((ours - true).norm() / true.norm().clamp_min(1e-3)) if true.numel() else 0.0
 
 
-# Takes a batch and its cuts; makes an update and tells its norm and its loss, or what came in the place of that.
-Taking = Callable[[Any, tuple[int, ...]], tuple[float, float | str | None]]
-Maker = Callable[[Program, nn.Module, torch.optim.Optimizer, Loss, torch.device], Taking]
-
-
-def _run(program: Program, seed: int, device: torch.device, maker: Maker) -> Run:
+def _run(program: Program, entrance: str, seed: int, device: torch.device) -> Run:
     """Train for a few updates, the last of a shorter window; parts of the model take turns."""
     model = program.model(device)
     parts = {part: [p for p in model.get_submodule(part).parameters() if p.requires_grad] for part in program.losses()}
-    optimizers = {part: torch.optim.SGD(own, lr=0.1, momentum=0.9) for part, own in parts.items()}
-    take = {part: maker(program, model, optimizers[part], program.losses()[part], device) for part in parts}
-    run = Run([], [], [], torch.empty(0))
+    take = {part: _taking(program, entrance, model, own, program.losses()[part]) for part, own in parts.items()}
+    run = Run()
     trained = [p for own in parts.values() for p in own]
     before = _flat(trained)
     for number, cuts in enumerate([program.cuts] * (UPDATES - 1) + [program.cuts[:-1]]):
-        batch = _given(program, sum(cuts), 100 * seed + number)
+        batch = _batch(program, sum(cuts), 100 * seed + number, device)
         for part in parts:
             norm, loss = take[part](batch, cuts)
             run.norms.append(norm)
@@ -160,14 +153,14 @@ def _run(program: Program, seed: int, device: torch.device, maker: Maker) -> Run
     return run
 
 
-def _true(
-    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, device: torch.device
-) -> Taking:
-    """One forward and backward over all samples."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+def _taking(
+    program: Program, entrance: str, model: nn.Module, own: list[nn.Parameter], loss: Loss
+) -> Callable[[Any, tuple[int, ...]], tuple[float, float | str | None]]:
+    """Return what makes an update of a batch and its cuts, and tells the norm and the loss, or why there is none."""
+    optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.9)
 
-    def update(batch: Any, _: tuple[int, ...]) -> tuple[float, float | str | None]:
-        value = loss(model, _moved(batch if program.collate is None else program.collate(batch), device))
+    def whole(batch: Any, _: tuple[int, ...]) -> tuple[float, float | str | None]:
+        value = loss(model, batch if program.collate is None else program.collate(batch))
         model.zero_grad()
         value.backward()
         norm = clip_grad_norm_(own, CLIP_NORM)
@@ -175,31 +168,21 @@ def _true(
         model.zero_grad()
         return float(norm), float(value.detach())
 
-    return update
-
-
-def _accumulated(
-    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, device: torch.device
-) -> Taking:
-    """The same, micro-batch by micro-batch."""
-    accumulator = Accumulator(model, optimizer, steps=len(program.cuts), clip_norm=CLIP_NORM, **program.settings)
-
-    def update(batch: Any, cuts: tuple[int, ...]) -> tuple[float, float | str | None]:
+    def accumulated(batch: Any, cuts: tuple[int, ...]) -> tuple[float, float | str | None]:
         made = None
-        for micro_batch in accumulator.over(list(_cut(program, batch, cuts))):
-            made = accumulator.backward(loss(model, _moved(micro_batch, device)))
+        for micro_batch in accumulator.over([_cut(program, batch, sum(cuts[:i]), n) for i, n in enumerate(cuts)]):
+            made = accumulator.backward(loss(model, micro_batch))
         return _told(made)
 
-    return update
-
-
-def _stepped(
-    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, _: torch.device
-) -> Taking:
-    """The same by a BigStep."""
-    given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": program.big_step_options()}
-    step = BigStep(model, optimizer, loss, micro_batch_size=program.micro_batch, **given)
-    return lambda batch, _: _told(step(batch))
+    if entrance == "accumulator":
+        settings = {"steps": len(program.cuts), "clip_norm": CLIP_NORM, **program.settings}
+        accumulator = Accumulator(model, optimizer, **settings)
+        return accumulated
+    if entrance == "big_step":
+        given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": program.big_step_options()}
+        step = BigStep(model, optimizer, loss, micro_batch_size=program.micro_batch, **given)
+        return lambda batch, _: _told(step(batch))
+    return whole
 
 
 def _told(made: Update | None) -> tuple[float, float | str | None]:
@@ -212,34 +195,19 @@ def _told(made: Update | None) -> tuple[float, float | str | None]:
     return float(made.grad_norm), loss if getattr(made, "loss_is_exact", True) else None
 
 
-def _cut(program: Program, batch: Any, cuts: Iterable[int]) -> Iterator[Any]:
-    start = 0
-    for size in cuts:
-        if program.collate is None:
-            yield _mapped(batch, operator.itemgetter(slice(start, start + size)))
-        else:
-            yield program.collate(batch[start : start + size])
-        start += size
+def _cut(program: Program, batch: Any, start: int, size: int) -> Any:
+    if program.collate is None:
+        return tree_map(operator.itemgetter(slice(start, start + size)), batch)
+    return program.collate(batch[start : start + size])
 
 
-def _given(program: Program, n: int, seed: int) -> Any:
+def _batch(program: Program, n: int, seed: int, device: torch.device) -> Any:
     """A batch in the model's own precision."""
-    batch = program.batch(n, seed)
-    return batch if program.float64 else _mapped(batch, lambda t: t.float() if t.dtype == torch.float64 else t)
 
+    def moved(t: Tensor) -> Tensor:
+        return (t if program.float64 or t.dtype != torch.float64 else t.float()).to(device)
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    return batch if device.type == "cpu" else _mapped(batch, lambda tensor: tensor.to(device))
-
-
-def _mapped(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(value, function) for value in tree)
-    return tree
+    return tree_map(moved, program.batch(n, seed))
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

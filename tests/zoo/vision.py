@@ -5,14 +5,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from tests.zoo.libraries import Library
 from tests.zoo.program import EXACT, FLOAT32, ROUNDING, Expected, Loss, Program, refused, Rows
-from tests.zoo.samples import CLASSES, parts, pictures
+from tests.zoo.samples import CLASSES, pictures
 
 M = Library("timm")
 TIMM_LOSS = Library("timm.loss")
@@ -82,16 +81,6 @@ def autoencoder(model: Any, b: Rows) -> Tensor:
     latent = model.encode(b["pixel_values"]).latent_dist
     return F.l1_loss(model.decode(latent.mode()).sample, b["pixel_values"]) + 1e-3 * latent.kl().sum() / len(b["pixel_values"])
 
-def boxes(model: Any, b: Rows) -> Tensor:  # generalized intersection over union of one box per picture
-    corner = model["net"](b["pixel_values"])[:, :2]
-    ours = torch.cat([corner, corner + 1 + model["size"](b["pixel_values"])[:, :2].exp()], 1)
-    theirs = torch.cat([b["soft"][:, :2], 1 + b["soft"][:, 1:]], 1)
-    return OPS.generalized_box_iou_loss(ours, theirs, reduction="mean")
-
-def auxiliary(model: Any, b: Rows) -> Tensor:  # deepLab's output and its auxiliary one
-    out = model(b["pixel_values"])
-    return F.cross_entropy(out["out"], b["map"]) + 0.5 * F.cross_entropy(out["aux"], b["map"])
-
 def torchvision(name: str, build: Callable[[], Any], loss: Loss, accumulator: Expected = EXACT) -> Program:
     """A model or a loss of torchvision."""
     return Program(f"torchvision-{name}", build, pictures, loss, "torchvision", accumulator=accumulator)
@@ -119,7 +108,6 @@ VISION = [
     torchvision("vit", lambda: V.VisionTransformer(image_size=32, patch_size=8, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=12, num_classes=CLASSES), scored(F.cross_entropy)),
     torchvision("swin", lambda: V.SwinTransformer(patch_size=[4, 4], embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=[2, 2], stochastic_depth_prob=0.0, num_classes=CLASSES), scored(F.cross_entropy)),
     torchvision("focal-loss", painter, lambda m, b: OPS.sigmoid_focal_loss(m(b["pixel_values"]), b["shape"].expand(-1, CLASSES, -1, -1), reduction="mean")),
-    torchvision("box-iou-loss", lambda: parts(net=classifier(), size=classifier()), boxes),
     diffusers("unet", lambda: D.UNet2DModel(**UNET, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D")), noise_loss()),
     diffusers("unet-min-snr", lambda: D.UNet2DModel(**UNET, down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D")), noise_loss(weighted=True)),
     diffusers("unet-with-text", lambda: D.UNet2DConditionModel(**UNET, in_channels=3, out_channels=3, cross_attention_dim=8, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")), noise_loss(velocity=True, text=True)),
