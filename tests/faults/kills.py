@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-import select
 import signal
 import sys
 import tempfile
@@ -38,8 +37,8 @@ class Sized(Stream):
         return len(self._batches)
 
 
-def train(folder: Path, entrance: str, mode: str, progress: int | None = None) -> None:
-    """Train as the README does, and save after each batch, in mid-window too; tell of each checkpoint."""
+def train(folder: Path, entrance: str, mode: str) -> None:
+    """Train as the README does, and save after each batch, in mid-window too."""
     torch.manual_seed(0)
     made = program(entrance, mode, Fault())
     loader = (Stream if made.loop == "stream" else Sized)(made.batches, made.fault)
@@ -64,8 +63,6 @@ def train(folder: Path, entrance: str, mode: str, progress: int | None = None) -
             numbers = {"torch": torch.get_rng_state(), "python": random.getstate()}
             torch.save({"parts": states, "epoch": epoch, **numbers}, folder / "unfinished")
             (folder / "unfinished").replace(path)  # whoever is killed before this leaves the one before
-            if progress is not None:
-                os.write(progress, b".")
     torch.save([_state(part) for part in made.parts], folder / "unfinished")
     (folder / "unfinished").replace(folder / "done.pt")
 
@@ -116,9 +113,9 @@ class Laboratory:
             folder, kills, resumed = Path(name), 0, 0
             while not (folder / "done.pt").exists():
                 resumed += (folder / "checkpoint.pt").exists()
-                moment = None if resumed and kills >= _KILLS else (by.randint(0, 3), by.uniform(0.0, seconds / 12))
-                ended = _start(folder, *key, moment)
-                if ended is None and moment is None:
+                last = resumed and kills >= _KILLS
+                ended = _start(folder, *key, _PATIENCE if last else by.uniform(0.0, seconds / 2))
+                if ended is None and last:
                     return Outcome("hang", f"resumed {resumed} times it did not end in {_PATIENCE:.0f} s")
                 if ended:
                     return Outcome("lost", f"resumed {resumed} times it ended with status {ended}")
@@ -136,37 +133,27 @@ def _left(folder: Path) -> list[Tensor]:
     return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | float | int)]
 
 
-def _start(folder: Path, entrance: str, mode: str, moment: tuple[int, float] | None = None) -> int | None:
-    """Run a training in a process of its own; returns its status, or None where it was killed.
-
-    It is killed so many seconds after so many checkpoints, or when patience ends.
-    """
-    read, write = os.pipe()
+def _start(folder: Path, entrance: str, mode: str, seconds: float = _PATIENCE) -> int | None:
+    """Run a training in a process of its own; returns its status, or None where it was killed after these seconds."""
     child = os.fork()
     if not child:
         status = 1
         try:
-            train(folder, entrance, mode, write)
+            train(folder, entrance, mode)
             status = 0
         except BaseException as error:  # noqa: BLE001 - its status tells
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         finally:
             os._exit(status)
-    os.close(write)
-    checkpoints, seconds = moment or (sys.maxsize, 0.0)
-    deadline = time.monotonic() + _PATIENCE
-    while checkpoints and select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        if not os.read(read, 1):  # it has ended
-            break
-        checkpoints -= 1
-    time.sleep(seconds)
-    done, status = os.waitpid(child, os.WNOHANG)
-    if not done:
-        if moment is not None or time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    os.close(read)
-    return None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 _NOTES = [

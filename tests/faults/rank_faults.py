@@ -34,19 +34,9 @@ RANKS, UPDATES = 2, 3
 LIMIT = 30.0  # seconds until a rank hangs
 TIMEOUT, SHORT_TIMEOUT = 20.0, 3.0  # of the group: until a rank that does not answer is given up
 
-# How often each place comes up in a run, at least about; later ones are not reached.
-PLACES = {
-    "loader": 3,
-    "forward": 6,
-    "loss": 6,
-    "backward": 6,
-    "before a message": 4,
-    "after a message": 4,
-    "in a collective": 6,
-    "before_step hook": 3,
-    "optimizer before": 3,
-    "optimizer after": 3,
-}
+_IN_THE_LOSS = ("forward", "loss", "backward")
+_MESSAGES = ("before a message", "after a message", "in a collective")
+PLACES = (*_IN_THE_LOSS, *_MESSAGES, "loader", "before_step hook", "optimizer before", "optimizer after")
 # "group": the model is not wrapped. "uneven": a rank has fewer batches. "again": a step is made again, where it may be.
 MODES = {
     "Accumulator": ("ddp", "fsdp", "group", "uneven, group"),
@@ -61,8 +51,8 @@ def draw(seed: int, count: int) -> Iterator[Case]:
     for number in range(count):
         by = random.Random(f"{seed}-{number}")  # noqa: S311 - a draw, not a secret
         entrance = by.choice(list(MODES))
-        place = by.choice(list(PLACES))
-        at = 1000 * by.randrange(RANKS) + by.randint(1, PLACES[place])
+        place = by.choice(PLACES)
+        at = 1000 * by.randrange(RANKS) + by.randint(1, 6 if place in _IN_THE_LOSS else 3)
         yield Case("ranks", number, seed, entrance, by.choice(MODES[entrance]), place, by.choice(errors), at)
 
 
@@ -135,9 +125,7 @@ def _judged(  # noqa: PLR0911 - one for each promise
         ):
             return Outcome("wrong", f"{where}: other weights after {each.done} updates; {each.error}")
     of_memory = case.error in {"OutOfMemoryError", "CPU allocator"}
-    in_the_loss = (
-        case.mode in {"ddp", "across"} and case.entrance == "BigStep" and case.place in {"forward", "loss", "backward"}
-    )
+    in_the_loss = case.mode in {"ddp", "across"} and case.entrance == "BigStep" and case.place in _IN_THE_LOSS
     survivable = case.error == "SIGSTOP" or (of_memory and in_the_loss)
     if survivable and not all(each is not None and each.done == UPDATES for each in found):
         return Outcome("lost", f"{where}: this could have gone on: {(mine or other).error}")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch import Options
 from bigbatch.errors import BigBatchError
 
 ROUNDING = 1e-10  # of the norm, in float64, over several updates
@@ -49,46 +48,26 @@ def warned(word: str) -> Expected:
 
 @dataclass(frozen=True)
 class Program:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        name: what people would call it.
-        build: makes the model; the caller seeds it and turns it into float64.
-        batch: so many samples, of a seed: a tree of tensors with samples along dimension 0, or a list with `collate`.
-        loss: of the model and a batch; several in turn, each by the name of the part that it trains (a GAN).
-        library: whose model or loss it is.
-        accumulator: what an `Accumulator` makes of it.
-        big_step: what a `BigStep` makes of it.
-        tolerance: the largest relative distance that counts as equal.
-        collate: makes a batch of a list of samples.
-        settings: of `Accumulator`.
-        options: of `BigStep`.
-        unseen: its values come from the batch without gradient: the cause that `verify` must name. `BigStep` refuses it
-            or is exact.
-        micro_batch: how many samples a `BigStep` takes at once.
-        buffers: whether buffers must be the big batch's, too.
-        float64: whether the model is turned into float64.
-        quick: whether it is tried in every run of the tests.
-        cuts: how many samples each micro-batch of a window has.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, int], Any]
-    loss: Loss | Mapping[str, Loss]
-    library: str = "torch"
-    accumulator: Expected = EXACT
-    big_step: Expected = EXACT
-    tolerance: float = ROUNDING
-    collate: Callable[[list[Any]], Any] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    unseen: str = ""
-    micro_batch: int = 5
-    buffers: bool = True
-    float64: bool = True
-    quick: bool = False
-    cuts: tuple[int, ...] = (4, 3, 5)
+    name: str  # what people would call it
+    build: Callable[[], nn.Module]  # makes the model; the caller seeds it and turns it into float64
+    batch: Callable[[int, int], Any]  # so many samples, of a seed: tensors with samples along dimension 0, or a list
+    loss: (
+        Loss | Mapping[str, Loss]
+    )  # of the model and a batch; several in turn, each by the part that it trains (a GAN)
+    library: str = "torch"  # whose model or loss it is
+    accumulator: Expected = EXACT  # what an `Accumulator` makes of it
+    big_step: Expected = EXACT  # what a `BigStep` makes of it
+    tolerance: float = ROUNDING  # the largest relative distance that counts as equal
+    collate: Callable[[list[Any]], Any] | None = None  # makes a batch of a list of samples
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of `Accumulator`
+    unseen: str = ""  # its values come from the batch without gradient: the cause that `verify` must name
+    micro_batch: int = 5  # how many samples a `BigStep` takes at once
+    buffers: bool = True  # whether buffers must be the big batch's, too
+    float64: bool = True  # whether the model is turned into float64
+    quick: bool = False  # whether it is tried in every run of the tests
+    cuts: tuple[int, ...] = (4, 3, 5)  # how many samples each micro-batch of a window has
 
     def model(self, device: torch.device) -> nn.Module:
         """The same model each time."""
@@ -104,7 +83,3 @@ class Program:
     def losses(self) -> Mapping[str, Loss]:
         """Each loss by the part of the model that it trains; "" is all of it."""
         return self.loss if isinstance(self.loss, Mapping) else {"": self.loss}
-
-    def big_step_options(self) -> Options:
-        """Its options."""
-        return Options(**self.options) if self.collate is None else Options(collate=self.collate, **self.options)

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_map
 
 import bigbatch
-from bigbatch import Accumulator, BigStep, errors, verify
+from bigbatch import Accumulator, BigStep, Options, errors, verify
 from bigbatch.errors import BigBatchError
 from bigbatch.update import Update
 from tests.zoo.program import Expected, Loss, Program
@@ -179,7 +179,7 @@ def _taking(
         accumulator = Accumulator(model, optimizer, **settings)
         return accumulated
     if entrance == "big_step":
-        given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": program.big_step_options()}
+        given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": Options(collate=program.collate)}
         step = BigStep(model, optimizer, loss, micro_batch_size=program.micro_batch, **given)
         return lambda batch, _: _told(step(batch))
     return whole
