@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 
-_N = "# n: what this micro-batch's mean is over, as (labels != -100).sum(); of one term:  counted(term, n)"
+_N = (
+    "# n: what this micro-batch's mean is over, as (labels != -100).sum(), of a causal language model "
+    "(labels[:, 1:] != -100).sum(); of one term:  counted(term, n)"
+)
 _BIG_STEP = "BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)"
 _OTHER_MODEL = "Accumulator([model, critic], ...) where it is another model's weight"
 _APART = "cannot tell whether the samples of this loss stay apart:"
