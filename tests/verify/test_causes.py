@@ -75,31 +75,6 @@ def weighed(weigh: Callable[[int], float]) -> Callable[[Loss], Any]:
 # Losses.
 
 
-def right_count(model: Any, batch: Batch) -> Tensor:
-    """A masked mean whose count is told."""
-    return counted(defects.masked(model, batch), (batch[1] > 0).sum())
-
-
-def wrong_count(model: Any, batch: Batch) -> Tensor:
-    """A masked mean whose count is told wrong."""
-    return counted(defects.masked(model, batch), len(batch[1]))
-
-
-def bent_right(model: Any, batch: Batch) -> Tensor:
-    """The root of the big batch's mean."""
-    return across.once(across.mean(model(batch[0]).square().mean()).sqrt())
-
-
-def told_sum(model: Any, batch: Batch) -> Tensor:
-    """A sum and a regularizer that is told to be one."""
-    return counted(defects.sum_with_penalty(model, batch), "sum")
-
-
-def summed(model: Any, batch: Batch) -> Tensor:
-    """A sum over samples."""
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
 def two_terms(model: Any, batch: Batch) -> Tensor:
     """Two terms of all parameters, averaged over different things."""
     logits = model(batch[0])
@@ -113,18 +88,22 @@ def clamped(model: Any, batch: Batch) -> Tensor:
     return counted(loss, mask.sum())
 
 
-ignoring: Loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=0)  # noqa: E731
+SAID: dict[str, Loss] = {
+    "right count": lambda m, b: counted(defects.masked(m, b), (b[1] > 0).sum()),
+    "wrong count": lambda m, b: counted(defects.masked(m, b), len(b[1])),
+    "root": lambda m, b: across.once(across.mean(m(b[0]).square().mean()).sqrt()),
+    "told sum": lambda m, b: counted(defects.sum_with_penalty(m, b), "sum"),
+    "ignoring": lambda m, b: F.cross_entropy(m(b[0]), b[1], ignore_index=0),
+    "sum": lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"),
+    "squared": lambda m, b: F.mse_loss(m(b[0]), b[0][:, :3]),
+    "drawn": lambda m, b: mean(m, b) * (1 + random.random()),  # noqa: S311 - no secret
+}
 
 
 def normalized_advantages(model: Any, batch: Batch) -> Tensor:
     """As PPO has them: values of the batch without gradient, which no graph shows."""
     chosen, advantages = F.softmax(model(batch[0]), -1).gather(1, batch[1][:, None])[:, 0], batch[0][:, 0]
     return -(chosen * (advantages - advantages.mean()) / (advantages.std() + 1e-8)).mean()
-
-
-def squared(model: Any, batch: Batch) -> Tensor:
-    """A mean over elements."""
-    return F.mse_loss(model(batch[0]), batch[0][:, :3])
 
 
 def clamped_output(model: Any, batch: Batch) -> Tensor:
@@ -140,28 +119,7 @@ def without_offset(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(scores @ across.gather(scores * 0.5 + 1).T, torch.arange(len(scores)))
 
 
-def drawn(model: Any, batch: Batch) -> Tensor:
-    """A loss that draws from Python's generator."""
-    return mean(model, batch) * (1 + random.random())  # noqa: S311 - no secret
-
-
-def clip_value(model: Any, _: object) -> None:
-    """Clip by value."""
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-
 # Models.
-
-
-class Counting(nn.Module):
-    """A number kept beside the buffers, that grows with every forward."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale by the number of calls."""
-        self.calls += 1
-        return x * self.calls
 
 
 def narrow(x: Tensor) -> Tensor:
@@ -235,16 +193,18 @@ MASK = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
 
 CLEAN: dict[str, Case] = {
     "a mean": Case(),
-    "a count that is told": Case(loss=right_count),
+    "a count that is told": Case(loss=SAID["right count"]),
     "a sum and a regularizer": Case(loss=defects.sum_with_penalty),
     "dropout in eval mode": Case(model=lambda: network(nn.Dropout(0.5)).eval()),
-    "a root over the batch": Case(loss=bent_right),
+    "a root over the batch": Case(loss=SAID["root"]),
     "a regularizer in a loop": Case(loss=defects.with_penalty, loop=by_samples),
     "the textbook's loop, equal micro-batches": Case(loop=defects.textbook, batch=twelve),
     "a mean over nothing, clamped": Case(loss=clamped),
-    "a micro-batch that counts nothing": Case(loss=ignoring),
+    "a micro-batch that counts nothing": Case(loss=SAID["ignoring"]),
     "a linear hook": Case(
-        model=hooked(lambda g: g * MASK[: len(g), None] if g.dim() > 1 else g * MASK), loss=squared, batch=in_float64
+        model=hooked(lambda g: g * MASK[: len(g), None] if g.dim() > 1 else g * MASK),
+        loss=SAID["squared"],
+        batch=in_float64,
     ),
 }
 
@@ -280,12 +240,11 @@ bare_norm = partial(nn.BatchNorm1d, 8, track_running_stats=False)
 WRONG: dict[str, tuple[Case, str, str]] = {
     "BatchNorm by the micro-batch": (Case(layers(norm), options=MICRO), "batch-norm@1", "BatchNorm1d '1'"),
     "BatchNorm without statistics": (Case(layers(bare_norm), loop=by_samples), "batch-norm@1", ""),
-    "exact BatchNorm and a count": (Case(layers(norm), loss=wrong_count, options=UNCHECKED), "wrong-count", ""),
+    "exact BatchNorm and a count": (Case(layers(norm), loss=SAID["wrong count"], options=UNCHECKED), "wrong-count", ""),
     "noise": (Case(layers(defects.noisy)), "randomness@1", "drawn by Applied '1'"),
     "numbers of Python's": (Case(layers(defects.drawing)), "randomness@1", ""),
-    "numbers in a loss": (Case(loss=drawn, loop=by_samples), "randomness@loss_fn", ""),
+    "numbers in a loss": (Case(loss=SAID["drawn"], loop=by_samples), "randomness@loss_fn", ""),
     "a mean across samples": (Case(layers(defects.centred)), "coupled-samples@1", "samples are compared"),
-    "a number in an attribute": (Case(layers(Counting), options=UNCHECKED), "state@1", "1.calls"),
     "a recurrent state": (Case(model=Stateful), "state@Stateful", ""),
     "a running size": (
         Case(model=Scaled, loop=by_samples), "state@Scaled, coupled-samples@Scaled", "forward writes run"
@@ -298,7 +257,7 @@ WRONG: dict[str, tuple[Case, str, str]] = {
     "the root of a mean in a loop": (Case(loss=defects.root, loop=by_samples), LOSS, "changes with the model's own"),
     "a wrong use of across": (Case(loss=without_offset, batch=twelve), LOSS, ""),
     "normalized advantages": (Case(loss=normalized_advantages), LOSS, ""),
-    "a regularizer in a told sum": (Case(loss=told_sum), ALONE, "3 times per window, instead of 1"),
+    "a regularizer in a told sum": (Case(loss=SAID["told sum"]), ALONE, "3 times per window, instead of 1"),
     "a head that some do not use": (Case(loss=defects.sometimes, model=WithAux), COUNT, "several terms"),
     "a mean over nothing": (
         Case(loss=defects.masked, batch=some_empty),
@@ -306,14 +265,14 @@ WRONG: dict[str, tuple[Case, str, str]] = {
         "micro-batch 2 of 3 has no finite gradient: a mean over nothing is no number",
     ),
     "one that counts nothing": (
-        Case(loss=ignoring, batch=partial(some_empty, 12), loop=defects.textbook),
+        Case(loss=SAID["ignoring"], batch=partial(some_empty, 12), loop=defects.textbook),
         "wrong-count",
         "0.429 : 0 : 0.571, in proportion to (batch[1] != 0).sum()",
     ),
     "terms of all parameters": (Case(loss=two_terms, loop=by_samples), COUNT, "Weighting each by its own count"),
-    "a clamp in a hook": (Case(model=hooked(clamp), loss=squared, batch=in_float64), BACKWARD, "is not linear"),
+    "a clamp in a hook": (Case(model=hooked(clamp), loss=SAID["squared"], batch=in_float64), BACKWARD, "not linear"),
     "a clamp after accumulation": (
-        Case(model=hooked(clamp_after, after=True), loss=squared, batch=in_float64), BACKWARD, ""
+        Case(model=hooked(clamp_after, after=True), loss=SAID["squared"], batch=in_float64), BACKWARD, ""
     ),
     "a clamp on an activation": (Case(loss=clamped_output), BACKWARD, ""),
     "not divided": (Case(loop=defects.undivided, batch=twelve), "wrong-scale", "it was not divided"),
@@ -337,7 +296,9 @@ WRONG: dict[str, tuple[Case, str, str]] = {
     "clipped by value by hand": (Case(loop=changed(clamp)), "clipping@clipping by value", "beyond 0.02"),
     "clipped by norm by hand": (Case(loop=changed(lambda g: g * 0.123)), "wrong-scale", "0.123 times"),
     "clipped each time by value": (
-        Case(loop=partial(by_samples, after=clip_value)), "clipping@clip_grad_value_", "clipped 3 times"
+        Case(loop=partial(by_samples, after=lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 1e-3))),
+        "clipping@clip_grad_value_",
+        "clipped 3 times",
     ),
     "kept in fewer digits": (
         Case(loop=changed(lambda g: g.bfloat16().to(g.dtype))), "precision@bfloat16 gradients", "kept in bfloat16"
@@ -380,7 +341,7 @@ def test_equal_micro_batches_hide_wrong_weights_and_that_is_said() -> None:
     assert not Case(loop=by_samples).verified().notes
     inputs, labels = samples(12)
     labels[:3] = -100
-    of_nine = by_samples(summed, weigh=lambda *_: 1 / 9)
+    of_nine = by_samples(SAID["sum"], weigh=lambda *_: 1 / 9)
     masked = Case(loop=given(of_nine), batch=lambda: (inputs, labels)).verified()
     assert masked.exact
     assert not masked.notes

@@ -53,7 +53,7 @@ def _memory(plan: Plan) -> Html:
         if failed:
             axes.plot(failed, [budget] * len(failed), "X", color="tab:red", label="ran out of memory")
         _label_sizes(axes, plan)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_ylabel("peak memory, GiB")
 
     told = "; ".join(f"{size}: {peak}" for size, _, peak, *_ in plan.table()[1:])

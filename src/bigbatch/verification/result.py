@@ -11,21 +11,20 @@ from bigbatch.planner.plan_report import aligned
 from bigbatch.verification.tolerance import EXACT
 
 OUTSIDE = "loss_fn"  # the place of what happens where no module runs
-_WEIGHT = "(loss * count / total).backward(), where total is the count of the window"
 # Of each kind, what to type.
 ADVICE = {
-    "batch-norm": 'Normalize by the big batch, as BigStep does with Options(batch_norm="exact"); or freeze:  '
-    "model.get_submodule({first!r}).eval(); or use GroupNorm, or LayerNorm.",
-    "randomness": "Nothing to repair: another split draws other numbers, and the gradients are equal in distribution. "
+    "batch-norm": "Normalize by the big batch, as BigStep does; or use GroupNorm, or LayerNorm; or freeze it.\n"
+    'Options(batch_norm="exact")  or  model.get_submodule({first!r}).eval()',
+    "randomness": "Nothing to repair: another split draws other numbers; the gradients are equal in distribution.\n"
     "Accept it:  verify(...).raise_if_wrong(allow={{'randomness'}})",
-    "wrong-scale": f"Have BigStep or an Accumulator weight the loss; in a loop of your own  {_WEIGHT}. To clip, use "
-    "torch.nn.utils.",
-    "wrong-count": "Weight each micro-batch by what its loss was averaged over. In a loss_fn:  return counted(loss, "
-    "{count}), or counted(penalty, 'once'). In a loop:  (loss * {count} / total).backward(), and a regularizer once; "
-    "or accumulator.backward(loss).",
-    "coupled-samples": "Use the other samples, inside BigStep:  across.gather(x), where own rows begin at "
-    "across.offset(); across.mean(x), across.sum(x)  (docs/coupled.md); or attend, pool and normalize within a sample. "
-    "No loop over micro-batches can be exact here.",
+    "wrong-scale": "Have BigStep or an Accumulator weight the loss; to clip, use torch.nn.utils.\n"
+    "In a loop:  (loss * count / total).backward(), where total is the count of the window",
+    "wrong-count": "Weight each micro-batch by what its loss was averaged over, and a regularizer once.\n"
+    "In a loss_fn:  return counted(loss, {count}), or counted(penalty, 'once')\n"
+    "In a loop:  (loss * {count} / total).backward(), or accumulator.backward(loss)",
+    "coupled-samples": "No loop over micro-batches can be exact here. In BigStep use the other samples; or attend, "
+    "pool and normalize within a sample.\n"
+    "across.gather(x), where own rows begin at across.offset(); across.mean(x), across.sum(x)  (docs/coupled.md)",
     "dropped-micro-batch": "Clear gradients after optimizer.step() alone, and step after the last micro-batch, too, as "
     "accumulator.over does.",
     "stepped-inside": "Step once in a window:  if (i + 1) % {steps} == 0: optimizer.step(); optimizer.zero_grad()",
