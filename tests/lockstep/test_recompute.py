@@ -46,7 +46,7 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor, given: Any = None) -> Any:
         """(n, 4) → (n, 3)."""
         hidden = torch.tanh(self.one(x) + (x + self.shift) @ self.up[self.which])
-        condition = self.condition if given is None else given["condition"]
+        condition = self.condition if given is None else given.pop("condition")
         out = self.two(hidden) * self.factor
         out = out if condition is None else out + torch.tanh(self.gate) * condition
         self.aside = hidden

@@ -25,7 +25,7 @@ class Activations:
     def __init__(self, given: Literal["auto", "keep", "recompute", "offload"], device: torch.device) -> None:
         """`given` is the user's choice."""
         self._given, self._device = given, device
-        self._must_wait = self._settled = False  # whether a model that could be recomputed has turned out not to be
+        self._must_wait = False  # whether a model that could be recomputed has turned out not to be
         self._is_tight = False  # whether keeping all activations has been too much
         self._known: dict[str, float] = {}  # bytes of a sample that wait, by the samples' shape
         self.of_a_sample: float | None = None  # likewise, of the latest window's
@@ -42,7 +42,7 @@ class Activations:
 
     def passed(self, *, recomputed_nothing: bool) -> None:
         """Say that a window went well; models whose calls cannot be seen are not recomputed."""
-        self._must_wait = self._settled = self._must_wait or recomputed_nothing
+        self._must_wait = self._must_wait or recomputed_nothing
 
     def fall_back(self, error: BaseException, *, recomputed: bool, out_of_memory: bool) -> bool:
         """Choose another way where this one failed, if that is ours; returns whether to run the window again."""
@@ -52,7 +52,7 @@ class Activations:
         # A model's own loss is in what is recomputed, so its count cannot be read.
         cannot = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not out_of_memory
         again = self._given == "auto" and cannot and not self._must_wait
-        self._must_wait = again or self._settled  # an error of the user's own says nothing of later windows
+        self._must_wait = self._must_wait or again
         return again
 
     def make_room(

@@ -13,7 +13,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,9 @@ def _met(  # noqa: PLR0917 - torch's own signature
         return plain
     calls = worker.visits.get("BatchNorm", 0) + 1
     rests, meets = worker.round.mode == "resting" and running_mean is not None, _meets(worker)
+    if meets and rests:
+        meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
     if rests or not meets:
-        if meets:
-            meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
         plain = swap.plain(input, running_mean, running_var, weight, bias, not rests, momentum, eps)
         worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
         return plain
@@ -78,7 +78,7 @@ def _met(  # noqa: PLR0917 - torch's own signature
     name, module = (worker.round.norms or {}).get(id(weight if running_mean is None else running_mean), ("", None))
     running = None
     if running_mean is not None and running_var is not None:
-        running = _Running.of(running_mean, running_var, momentum, module, worker)
+        running = _updating(worker, running_mean, running_var, momentum, module)
     found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
     recipes = worker.round.offload.recipes if worker.round.offload is not None else None
     if recipes is not None and found.requires_grad and recipes.in_force:
@@ -114,39 +114,32 @@ swap = Swap(F, "batch_norm", lambda _: _met)
 _swap_below = Swap(torch, "batch_norm", _refusing)
 
 
-class _Running(NamedTuple):
-    """A layer's running statistics, and what they are updated with."""
+_Update = Callable[[Tensor, Tensor], None]
 
-    mean: Tensor
-    variance: Tensor
-    momentum: float
-    module: nn.Module
-    batches: Tensor | None  # that they were made of, as the first micro-batch has counted
 
-    @classmethod
-    def of(
-        cls, mean: Tensor, variance: Tensor, momentum: float, module: nn.Module | None, worker: Worker
-    ) -> "_Running":
-        """Take what a layer was called with."""
-        if module is None:
-            raise BatchNormError(
-                "a BatchNorm in training mode belongs to a model that this BigStep was not given, so its running "
-                "statistics could not be put back if a step failed.",
-                fix="BigStep([model, teacher], optimizer, loss_fn), or evaluation mode: teacher.eval()",
-            )
-        batches = None if worker.number else getattr(module, "num_batches_tracked", None)
-        return cls(mean, variance, momentum, module, batches.clone() if isinstance(batches, Tensor) else None)
+def _updating(worker: Worker, mean: Tensor, variance: Tensor, momentum: float, module: nn.Module | None) -> _Update:
+    """Return what takes statistics into a layer's running ones; together, micro-batches count as one batch."""
+    if module is None:
+        raise BatchNormError(
+            "a BatchNorm in training mode belongs to a model that this BigStep was not given, so its running "
+            "statistics could not be put back if a step failed.",
+            fix="BigStep([model, teacher], optimizer, loss_fn), or evaluation mode: teacher.eval()",
+        )
+    counter = None if worker.number else getattr(module, "num_batches_tracked", None)
+    batches = counter.clone() if isinstance(counter, Tensor) else None  # as the first micro-batch has counted
 
-    def update(self, mean: Tensor, variance: Tensor) -> None:
-        """Take in a batch's statistics; together, micro-batches count as one batch."""
+    def update(new_mean: Tensor, new_variance: Tensor) -> None:
+        worker.round.moved_statistics.update((id(mean), id(variance)))
         with torch.no_grad():
-            self.mean.mul_(1 - self.momentum).add_(mean.to(self.mean.dtype), alpha=self.momentum)
-            self.variance.mul_(1 - self.momentum).add_(variance.to(self.variance.dtype), alpha=self.momentum)
-            if self.batches is not None:
-                self.module.num_batches_tracked.copy_(self.batches)  # type: ignore[operator]
+            for running, new in ((mean, new_mean), (variance, new_variance)):
+                running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+            if batches is not None:
+                module.num_batches_tracked.copy_(batches)  # type: ignore[operator]
+
+    return update
 
 
-_Local = tuple[Moments, _Running | None]  # what a micro-batch comes with
+_Local = tuple[Moments, _Update | None]  # what a micro-batch comes with
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -157,7 +150,7 @@ class _BatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        running: _Running | None,
+        running: _Update | None,
         worker: Worker,
         name: str,
     ) -> tuple[Tensor, Pooled]:
@@ -217,10 +210,9 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     mean, variance = _mixed(constants, [part.number for part in used], means, variances)
     if ranks is not None:
         mean, variance = _mixed(constants, numbers, *ranks.stacked(torch.stack([mean, variance])).unbind(1))
-    running = parts[0][1]
-    if running is not None:
-        worker.round.moved_statistics.update((id(running.mean), id(running.variance)))
-        running.update(mean, variance * (number / max(number - 1, 1)))
+    update = parts[0][1]
+    if update is not None:
+        update(mean, variance * (number / max(number - 1, 1)))
     return Pooled(mean.to(like.dtype), (variance + eps).rsqrt().to(like.dtype), max(number, 1))
 
 

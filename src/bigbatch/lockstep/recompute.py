@@ -55,7 +55,7 @@ class Recompute:
         if known is not None:
             known.refuse_changed()
             if worker.number:
-                return self._standing_for(_Call(self, model, plain, known, worker, given))
+                return self._standing_for(_Call(self, model, plain, known, worker, apart(given)), given)
         # The backward of the first comes first, while no other holds anything: there is nothing to save.
         state = known or ModelState(model)
         with _alone(worker):
@@ -65,14 +65,14 @@ class Recompute:
             state.learn()
         return result
 
-    def _standing_for(self, call: "_Call") -> Any:
+    def _standing_for(self, call: "_Call", given: Arguments) -> Any:
         """Return the results of a first run with one node for all of it, in place of a graph that has saved nothing."""
         with saved_tensors_hooks(_save_nothing, _refuse):
-            result = call.run(call.arguments)
+            result = call.run(given)
         call.draws.settle()
         # What a model hands on as it got it, or one of its own parameters, is no result of the run.
-        given = set(map(id, call.inputs))
-        results = {p: t for p, t in _tensors(result).items() if t.grad_fn is not None and id(t) not in given}
+        inputs = set(map(id, call.inputs))
+        results = {p: t for p, t in _tensors(result).items() if t.grad_fn is not None and id(t) not in inputs}
         if not results:
             return result
         # A parameter's own hooks would be called for nothing.
@@ -92,42 +92,39 @@ class Recompute:
         return mapped(result, of.get)
 
 
+@dataclass
 class _Call:
     """One call of a model by one micro-batch."""
 
+    window: Recompute
+    model: nn.Module
+    plain: Callable[..., Any]
+    state: ModelState
+    worker: Worker
+    arguments: Arguments  # in structures of their own: the user's may be filled anew
     wanted: Sequence[str] = ()  # where its results that have a gradient are
     values: Sequence[Tensor] = ()  # what they were, where that is to be compared
     aliases: Sequence[tuple[Tensor, int]] = ()  # of results that share memory, and their versions
 
-    def __init__(  # noqa: PLR0917 - all that a call is
-        self,
-        window: Recompute,
-        model: nn.Module,
-        plain: Callable[..., Any],
-        state: ModelState,
-        worker: Worker,
-        given: Arguments,
-    ) -> None:
+    def __post_init__(self) -> None:
         """Take note of what it begins with."""
-        assert worker.round.streams is not None  # noqa: S101 - several run
-        self.window, self.model, self._plain, self._state, self.worker = window, model, plain, state, worker
-        self.arguments = apart(given)  # in structures of their own: the user's may be filled anew
-        self.inputs = [tensor for tensor in _tensors(given).values() if tensor.requires_grad]
-        self._found, self._autocasts, self.draws = state.found(), autocasts(), Draws(worker.round.streams)
+        assert self.worker.round.streams is not None  # noqa: S101 - several run
+        self.inputs = [tensor for tensor in _tensors(self.arguments).values() if tensor.requires_grad]
+        self.found, self.autocasts, self.draws = self.state.found(), autocasts(), Draws(self.worker.round.streams)
 
     def run(self, given: Arguments) -> Any:
         """Run the model, now; perhaps with other tensors of the same values."""
         with _alone(self.worker):
-            return self._plain(*given[0], **given[1])
+            return self.plain(*given[0], **given[1])
 
     def again(self, given: Arguments) -> list[Tensor]:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
         if any(witness._version != version for witness, version in self.aliases):  # noqa: SLF001
             raise CannotRecompute("results that are views of each other, or of an input, were changed in place")
-        with torch.enable_grad(), under(self._autocasts), self._state.again(self._found), self.draws.again():
+        with torch.enable_grad(), under(self.autocasts), self.state.again(self.found), self.draws.again():
             found = dict(leaves(self.run(given)))
         results: list[Any] = [found.get(place) for place in self.wanted]
-        low = any(enabled for _, _, enabled, _ in self._autocasts)
+        low = any(enabled for _, _, enabled, _ in self.autocasts)
         low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
         same = not self.values or all(_is_same(*pair, low=low) for pair in zip(self.values, results, strict=True))
         if not same or not all(isinstance(each, Tensor) for each in results):
