@@ -396,7 +396,8 @@ class Window:
         mine = ledger.statement(precise=self._precise)
         agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         loss, _ = agreement.big_loss(), finite(agreement.total)
-        if agreement.nothings and stepper.scaler is None and not stepper.skip_nonfinite:
+        nothings = ledger.nothings if team.is_alone else agreement.nothings  # a device is not waited for
+        if not isinstance(nothings, Tensor) and nothings and stepper.scaler is None and not stepper.skip_nonfinite:
             self._refuse_hollow()
         team.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
@@ -428,8 +429,8 @@ class Window:
     def _refuse_hollow(self) -> None:
         """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
         gradients = self.gradients
-        finite = not gradients.dense() or bool(torch.isfinite(gradients.norm()))
-        if self._team.most(not finite, gradients.device):
+        broken = bool(gradients.dense()) and not bool(torch.isfinite(gradients.norm()))
+        if broken if self._team.is_alone else self._team.most(broken, gradients.device):
             raise LossError(
                 "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or another: "
                 "a loss that divides by its count by hand has 0 / 0 in its gradient. Nothing was stepped.",
