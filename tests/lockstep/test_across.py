@@ -1,7 +1,6 @@
-"""`across`, as users have it: alone, in an `Accumulator`, in the examples and around models of Hugging Face.
+"""`across`, as users have it: alone, in an `Accumulator` and in the examples.
 
-The losses of examples/coupled are their own reference, called plainly on a whole batch. That each is the textbook's
-loss is tested beside it, in formulas that hold all pairs at once.
+The losses of examples/coupled are their own reference, called plainly on a whole batch.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from tests.support.coupled import (
     plain,
     twins,
 )
-from tests.support.reference import TOLERANCE, close, distance, sgd, trained
+from tests.support.reference import sgd, trained
 from tests.support.samples import CLASSES, Batch, rows, seeded
 
 # Alone, and in an `Accumulator`.
@@ -212,102 +211,6 @@ def test_the_program_of_an_example_runs(name: str, capsys: pytest.CaptureFixture
     assert losses[-1] < losses[0]
 
 
-# Each is the textbook's loss.
-
-
-def clip_in_full(model: Any, batch: Any) -> Tensor:
-    """Both directions of the whole matrix (Radford et al. 2021, figure 3)."""
-    images, texts, scale = model(*batch)
-    logits = scale * images @ texts.T
-    labels = torch.arange(len(images))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-
-
-def supcon_in_full(model: Any, batch: Any) -> Tensor:
-    """Equation 2 of Khosla et al., anchor by anchor."""
-    views, labels = batch
-    z = F.normalize(model(views.flatten(0, 1)), dim=1)
-    labels = labels.repeat_interleave(2)
-    anchors: list[Tensor] = []
-    for i in range(len(z)):
-        others = [a for a in range(len(z)) if a != i]
-        denominator = torch.stack([(z[i] @ z[a] / supcon.TEMPERATURE).exp() for a in others]).sum()
-        positives = [z[a] for a in others if labels[a] == labels[i]]
-        likely = torch.stack([(z[i] @ p / supcon.TEMPERATURE).exp() / denominator for p in positives])
-        anchors.append(-likely.log().sum() / len(positives))
-    return torch.stack(anchors).mean()
-
-
-def info_nce_in_full(model: Any, batch: Any) -> Tensor:
-    """The likelihood of each question's own answer among all passages."""
-    questions, answers, distractors = (
-        F.normalize(model(batch[each]), dim=1) for each in ("questions", "answers", "distractors")
-    )
-    likely = (questions @ torch.cat([answers, distractors]).T / info_nce.TEMPERATURE).exp()
-    return -(likely.diagonal() / likely.sum(1)).log().mean()
-
-
-def barlow_twins_in_full(model: Any, batch: Any) -> Tensor:
-    """The authors' own code: a BatchNorm without weights, then a matrix product."""
-    norm = nn.BatchNorm1d(8, affine=False, dtype=torch.float64)
-    c = norm(model(batch[0])).T @ norm(model(batch[1])) / len(batch[0])
-    off = c[~torch.eye(len(c), dtype=torch.bool)].pow(2).sum()
-    return (c.diagonal() - 1).pow(2).sum() + barlow_twins.OFF_DIAGONAL * off
-
-
-def vicreg_in_full(model: Any, batch: Any) -> Tensor:
-    """The authors' own code."""
-    x, y = model(batch[0]), model(batch[1])
-    invariance = F.mse_loss(x, y)
-    x, y = x - x.mean(0), y - y.mean(0)
-    spread = sum(F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2 for z in (x, y))
-    covariances = [z.T @ z / (len(z) - 1) for z in (x, y)]
-    redundancy = sum(c[~torch.eye(len(c), dtype=torch.bool)].pow(2).sum() / len(c) for c in covariances)
-    return 25 * invariance + 25 * spread + redundancy
-
-
-def moe_in_full(model: Any, batch: Any) -> Tensor:
-    """Equations 4 to 6 of Fedus et al. over all tokens in one row."""
-    scores, _ = model(batch["tokens"], batch["mask"])
-    likes = model.mixture.router(model.first(batch["tokens"]))[batch["mask"]].softmax(-1)
-    chosen = likes.argmax(-1)
-    terms = [(chosen == expert).double().mean() * likes[:, expert].mean() for expert in range(moe.EXPERTS)]
-    return F.cross_entropy(scores, batch["labels"]) + 0.01 * moe.EXPERTS * torch.stack(terms).sum()
-
-
-def dice_in_full(model: Any, batch: Any) -> Tensor:
-    """Class by class."""
-    found, labels = model(batch[0]).softmax(1), batch[1]
-    scores = [
-        (2 * found[:, c][labels == c].sum() + 1) / (found[:, c].sum() + (labels == c).sum() + 1)
-        for c in range(dice.CLASSES)
-    ]
-    return 1 - torch.stack(scores).mean()
-
-
-TEXTBOOK: dict[str, LossFunction] = {
-    "clip": clip_in_full,
-    "supcon": supcon_in_full,
-    "info_nce": info_nce_in_full,
-    "barlow_twins": barlow_twins_in_full,
-    "vicreg": vicreg_in_full,
-    "moe": moe_in_full,
-    "dice": dice_in_full,
-    "correlation": lambda m, b: 1 - torch.corrcoef(torch.stack([m(b[0]).squeeze(1), b[1]]))[0, 1],
-    "rmse": lambda m, b: (m(b[0]) - b[1]).pow(2).mean().sqrt(),
-}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_outside_a_window_an_example_is_the_textbook_s_loss(name: str) -> None:
-    """Value and gradient."""
-    model, batch = network(name), batch_of(name, 10)
-    found, true = EXAMPLES[name].loss_fn(model, batch), TEXTBOOK[name](model, batch)
-    assert close(float(found.detach()), float(true.detach()), TOLERANCE)
-    ours, theirs = (torch.autograd.grad(loss, trained(model)) for loss in (found, true))
-    assert distance(ours, theirs) <= TOLERANCE * 10
-
-
 def test_packed_sequences_meet_in_any_order() -> None:
     """Micro-batches of as many tokens, sorted by length, with as many samples as it comes."""
     batches = [batch_of("moe", 11, seed) for seed in range(3)]
@@ -400,62 +303,3 @@ def test_what_a_graph_shows_is_refused_without_a_check(check: bool) -> None:
     assert_refused(encoder, own_pairs, rows(11, 0), 4, CoupledLoss, check=check)
     own = lambda m, b: across.once(F.mse_loss(m(b["x"]), b["value"]))  # noqa: E731
     assert_refused(encoder, own, rows(11, 0), 4, LossError, check=check)
-
-
-# Hugging Face.
-
-
-@pytest.fixture
-def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Their models compute losses in float32, by `logits.float()`: in a float64 model let that be what it was."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = pytest.importorskip("transformers")
-    monkeypatch.setattr(Tensor, "float", lambda self: self)
-    return found
-
-
-def hugging_face_clip(library: Any) -> nn.Module:
-    """CLIP of one layer each."""
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {"vocab_size": 20, "max_position_embeddings": 8, "bos_token_id": 18, "eos_token_id": 19, "pad_token_id": 0}
-    config = library.CLIPConfig(
-        text_config={**sizes, **text, "projection_dim": 6},
-        vision_config={**sizes, "image_size": 8, "patch_size": 4, "projection_dim": 6},
-        projection_dim=6,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return library.CLIPModel(config).double()
-
-
-def captions(number: int, seed: int = 0) -> dict[str, Tensor]:
-    """Images and texts."""
-    by = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 18, (number, 6), generator=by)
-    tokens[:, -1] = 19
-    images = torch.randn(number, 3, 8, 8, generator=by, dtype=torch.float64)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": images}
-
-
-def clip_loss(model: Any, batch: Any) -> Tensor:
-    """CLIP's loss from what the model gives out."""
-    outputs = model(**batch)
-    embedded = outputs.image_embeds, outputs.text_embeds, model.logit_scale.exp()
-    return EXAMPLES["clip"].loss_fn(lambda *_: embedded, ())
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_hugging_face_clip_is_the_big_batch(transformers: Any, activations: str) -> None:
-    """With the loss written around it, also as one number of its own with the whole batch."""
-    batches, model = [captions(number, number) for number in (11, 5, 8)], hugging_face_clip(transformers)
-    true = model(**batches[0], return_loss=True).loss
-    assert close(float(clip_loss(model, batches[0]).detach()), float(true.detach()), TOLERANCE)
-    assert_big_batch(lambda: model, clip_loss, batches, 4, optimizer=CALM["adamw"], activations=activations)
-
-
-@pytest.mark.parametrize("loss_fn", [None, lambda model, batch: model(**batch, return_loss=True).loss])
-def test_hugging_face_clip_s_own_loss_is_refused(transformers: Any, loss_fn: Any) -> None:
-    """It is coupled inside the model, and nothing is changed."""
-    batch = {**captions(8), "return_loss": True} if loss_fn is None else captions(8)
-    told = r"(?s)a matrix product of samples with samples.*across\.gather"
-    assert_refused(lambda: hugging_face_clip(transformers), loss_fn, batch, 4, CoupledLoss, told)

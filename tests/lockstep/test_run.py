@@ -302,16 +302,6 @@ def changing(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(out, batch[1])
 
 
-class Standardised(Student):
-    """A standard deviation over the batch, which is NaN of one sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) → (n, 3)."""
-        hidden = self.first(x)
-        found: Tensor = self.last((hidden - hidden.mean(0)) / hidden.std(0))
-        return found
-
-
 def with_a_backward(model: Any, batch: Batch) -> Tensor:
     """Its gradients would be added to the window's."""
     loss = cross_entropy(model, batch)
@@ -339,7 +329,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str, bool]] = {
     "a hook": (Student, by_a_hook(), CoupledLoss, OF_ANOTHER, True),
     "an attribute": (PutsAside, by_an_attribute, CoupledLoss, OF_ANOTHER, True),
     "a count that is not one": (layer, lambda m, b: counted(cross_entropy(m, b), 1), CoupledLoss, COUPLED, True),
-    "NaN of one sample": (Standardised, cross_entropy, CoupledLoss, COUPLED, True),
     "a changed batch": (Student, changing, RuntimeError, "modified by an inplace operation", False),
     "a backward": (Student, with_a_backward, (WindowDisturbed, LossError), "", False),
     "a step inside of another": (Student, inside_of_another(), WindowError, "inside of another's loss_fn", False),
@@ -347,7 +336,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str, bool]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_is_refused(how: str) -> None:
     """In words; nothing is changed."""
@@ -459,20 +447,6 @@ def test_several_threads_each_with_a_step_of_their_own() -> None:
         thread.join(60)
     assert not errors, errors
     assert F.batch_norm is plain
-
-
-def test_a_default_device_does_no_harm() -> None:
-    """What is made on the host is made there."""
-    torch.set_default_device("meta")
-    try:
-        with torch.device("cpu"):
-            model, batch = Student(), samples(8)
-        twin = copy.deepcopy(model)
-        BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=3, options=Options(check=False))(batch)
-    finally:
-        torch.set_default_device(None)
-    BigStep(twin, sgd(trained(twin)), cross_entropy, micro_batch_size=3)(batch)
-    assert distance(weights(model), weights(twin)) <= 1e-12
 
 
 # Room for what waits.
