@@ -137,11 +137,12 @@ def test_what_cannot_be_done(arguments: str, settings: str, text: str) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--json"], ["--format", "github"], ["--exit-zero"]])
 def test_a_file_that_cannot_be_read_is_an_error_and_no_finding(script: str, more: list[str]) -> None:
-    """Whatever the format: stderr says where and why, and the status is 2."""
-    Path("old.py").write_text("x = 1\nprint 'hello'\n")
-    both, alone = run("old.py", script, *more), run("old.py", *more)
+    """Whatever the format: stderr says where and why, and the status is 2; a file's name cannot color the terminal."""
+    old = "\x1b[31mold.py"
+    Path(old).write_text("x = 1\nprint 'hello'\n")
+    both, alone = run(old, script, *more), run(old, *more)
     assert both.exit_code == alone.exit_code == 2
-    assert "old.py:2:1: cannot be checked: Missing parentheses" in alone.stderr
+    assert "\\x1b[31mold.py:2:1: cannot be checked: Missing parentheses" in alone.stderr
     assert both.stdout == run(script, *more).stdout
 
 
