@@ -4,16 +4,21 @@ What is in the model comes first, since it hides the rest. With all of that off,
 which micro-batches add up. Each thing is a cause if a difference goes away with it.
 """
 
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from bigbatch.errors import CoupledLoss
+from bigbatch.errors import BigBatchError, CoupledLoss, LossError
+from bigbatch.options import Options
 from bigbatch.verification.comparison import Compared, name_of
 from bigbatch.verification.loop_recorder import LoopRecord
 from bigbatch.verification.result import OUTSIDE, Cause, cause, listed, number
-from bigbatch.verification.runner import Runner, first_line
+from bigbatch.verification.runner import Runner, Strategy, first_line
 from bigbatch.verification.suspects import (
     coupling_place,
     irreproducible_place,
@@ -21,10 +26,12 @@ from bigbatch.verification.suspects import (
     training_norms,
     written_state,
 )
-from bigbatch.verification.switches import NOTHING, Off
-from bigbatch.verification.tolerance import FAR, Comparison, overall, relative
-from bigbatch.verification.weights import Weights, fit, sampled
+from bigbatch.verification.switches import NOTHING, OUTPUTS, PLACE, Off
+from bigbatch.verification.tolerance import FAR, Comparison, Gradients, is_zero, overall, relative
+from bigbatch.verification.weights import Fit, fit, mistakes, near, proportion, sampled
 
+_ELSEWHERE = 100  # times the residual of a fit: what a fit to other gradients may leave
+_BY_CHANCE = 2  # elements of a gradient that are the same
 _MORE = 3  # times what the big batch itself loses in a low precision: less may be chance
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -36,7 +43,7 @@ class Diagnosis:
         """Turn nothing off yet."""
         self._runner, self._tolerance, self._before = runner, compared.tolerance, compared.gap
         self._differences, self._record = compared.differences, compared.window.record
-        self._strategy = runner.strategy
+        self._strategy, self._off, self._rest = runner.strategy, NOTHING, compared.gap
 
     def causes(self) -> list[Cause]:
         """Find them; in an equal gradient, what the model's own dtype loses."""
@@ -77,39 +84,37 @@ class Diagnosis:
 
     def _by_experiment(self) -> list[Cause]:
         """Find the causes in the loop's steps, in the model, in the weights; `unknown` is what is left."""
-        runner, tolerance = self._runner, self._tolerance
+        runner = self._runner
         found = [] if self._record is None else self._of_loop(self._record)
-        off, rest = self._turn_off(found)
-        if self._is_gone(rest):
+        found += self._of_model()
+        if self._is_gone(self._rest):
             return found
-        place = partial(coupling_place, runner, off, tolerance.loose)
-        weights = Weights(runner, tolerance, off, rest, lambda: runner.attempt(place, OUTSIDE))
-        of_weights = runner.attempt(weights.explain, list[Cause]())
+        of_weights = runner.attempt(self._of_weights, list[Cause]())
         if isinstance(runner.refused, CoupledLoss):  # weights that happen to fit are no cause
             text = f"BigStep raises: {first_line(runner.refused).rstrip('.')}"
             of_weights = [each for each in of_weights if each.where] or [cause("coupled-samples", OUTSIDE, text)]
         if not of_weights:
-            text = f"with all that is known turned off, a difference of {number(rest.overall)} is left"
+            text = f"with all that is known turned off, a difference of {number(self._rest.overall)} is left"
             of_weights = [cause("unknown", "", text)]
         return [*found, *of_weights]
 
-    def _turn_off(self, found: list[Cause]) -> tuple[Off, Comparison]:
-        """Turn off what is in the model, one thing after another, until the difference is gone; add the causes."""
-        runner, off, rest = self._runner, NOTHING, self._compared(NOTHING)
+    def _of_model(self) -> Iterator[Cause]:
+        """Turn off what is in the model, one thing after another, until the difference is gone."""
+        runner, self._rest = self._runner, self._compared(NOTHING)
         is_exact = self._strategy.name == "BigStep" and self._strategy.options.batch_norm == "exact"
         for look in (random_numbers, written_state, training_norms):
-            seen = None if self._is_gone(rest) else runner.attempt(partial(look, runner), None)
-            after = None if seen is None else runner.attempt(partial(self._compared, off | {seen.kind}), None)
+            seen = None if self._is_gone(self._rest) else runner.attempt(partial(look, runner), None)
+            off = self._off if seen is None else self._off | {seen.kind}
+            after = None if seen is None else runner.attempt(partial(self._compared, off), None)
             if seen is None or after is None:
                 continue
-            added = {name: g - after.found[name] + after.truth[name] for name, g in rest.found.items()}
-            gone = Comparison(added, rest.truth)  # the part of the difference that has gone with it
+            before, self._rest, self._off = self._rest, after, off
+            added = {name: g - after.found[name] + after.truth[name] for name, g in before.found.items()}
+            gone = Comparison(added, before.truth)  # the part of the difference that has gone with it
             if not self._is_gone(gone) and not (is_exact and seen.kind == "batch-norm"):
                 text = f"{seen.evidence}; turned off, a difference of {number(gone.overall)} goes away"
                 where = listed(list(map(runner.model.called, seen.names)))
-                found.append(cause(seen.kind, where, text, first=seen.names[0]))
-            off, rest = off | {seen.kind}, after
-        return off, rest
+                yield cause(seen.kind, where, text, first=seen.names[0])
 
     def _is_gone(self, compared: Comparison) -> bool:
         return self._tolerance.is_negligible(compared.differences)
@@ -137,3 +142,70 @@ class Diagnosis:
             text += ": once with the right gradient, and on" if self._is_gone(before) else ""
             found.append(cause("stepped-inside", "optimizer.step", text, steps=len(self._runner.sizes)))
         return found
+
+    def _of_weights(self) -> list[Cause]:
+        """Return what explains the rest of the difference: the terms of the loss, or the weights of a loop."""
+        runner, limit = self._runner, 10 * self._tolerance.loose
+        each = list(runner.per_micro_batch(self._off))
+        parts = list(map(sampled, each))
+        empty = [str(place) for place, part in enumerate(parts, 1) if not part.isfinite().all()]
+        if empty:
+            text = f"micro-batch {listed(empty)} of {len(parts)} has no finite gradient: a mean over nothing"
+            return [cause("wrong-count", OUTSIDE, text, count="count.clamp(min=1)")]
+        alone = self._of_parameters_alone(self._off)
+        used, right = (fit(sampled(side), parts, alone) for side in (self._rest.found, self._rest.truth))
+        if right.residual <= limit and self._hold_elsewhere(right, _ELSEWHERE * limit):
+            if used.residual > limit:
+                return self._of_clamped()
+            return list(mistakes(self._runner, used, right, has_alone=alone is not None))
+        text = "how micro-batches add up changes with the model's own weights, as for a root or a logarithm of a mean"
+        if right.residual > limit:
+            if counts := self._of_several_counts(each, limit):
+                return counts
+            text = "no weights of micro-batches add up to the big batch's gradient: samples are compared"
+        where = runner.attempt(partial(coupling_place, runner, self._off, self._tolerance.loose), OUTSIDE)
+        if where == OUTSIDE and math.isinf(right.residual):
+            return []
+        by_samples = Fit(tuple(size / runner.batch.size for size in runner.sizes))  # what a loop may have meant
+        beside = [] if used.residual > limit else mistakes(self._runner, used, by_samples)
+        return [cause("coupled-samples", where, text), *beside]
+
+    def _of_parameters_alone(self, off: Off) -> Tensor | None:
+        """Return the gradient of terms that no sample is in; None where there are none."""
+        try:
+            alone = self._runner.whole(off | OUTPUTS).gradients
+        except LossError:  # no graph is left
+            return None
+        return None if is_zero(alone) else sampled(alone)
+
+    def _hold_elsewhere(self, right: Fit, limit: float) -> bool:
+        """Whether the right weights are right at other weights of the model, too: where they are counts, they are."""
+        off = self._off | PLACE
+        truth, alone = sampled(self._runner.whole(off).gradients), self._of_parameters_alone(off)
+        found = sampled(self._runner.weighted(right.weights, off))
+        found = found if alone is None else found + right.alone * alone
+        return not float((found - truth).norm()) > limit * float(truth.norm())
+
+    def _of_several_counts(self, each: Sequence[Gradients], limit: float) -> list[Cause]:
+        """Perhaps each term of the loss has its own count: BigStep reads them, or parameters show them apart."""
+        truth, options, own = self._rest.truth, Options(check=False, batch_norm="micro"), {"": math.inf}
+        with suppress(BigBatchError):
+            own = relative(self._runner.accumulated(self._off, Strategy("BigStep", options)).gradients, truth)
+        if not self._tolerance.is_negligible(own):
+            of_each = [
+                fit(sampled({name: g}), [sampled({name: part[name]}) for part in each]) for name, g in truth.items()
+            ]
+            means = [one.weights for one in of_each if one.residual <= limit and near(sum(one.weights), 1.0, 1e-3)]
+            if len({proportion(weights) for weights in means if min(weights) >= 0}) < 2:  # noqa: PLR2004
+                return []
+        text = "the loss has several terms, averaged over different things, which no one weight per micro-batch fits"
+        return [cause("wrong-count", OUTSIDE, text, count="its own count")]
+
+    def _of_clamped(self) -> list[Cause]:
+        """A gradient that was clipped by value has many elements of one size, and none that are larger."""
+        sizes = sampled(self._rest.found).abs()
+        limit, there = float(sizes.max()), int((sizes == sizes.max()).sum())
+        if there <= _BY_CHANCE or not limit:
+            return []
+        text = f"no element of the gradient is beyond {limit:.3g}, which {there} are at: it was clipped by value"
+        return [cause("clipping", "clipping by value", text)]

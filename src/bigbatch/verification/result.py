@@ -76,7 +76,7 @@ class Difference:
     def excess(self) -> float:
         """The difference as a multiple of what rounding explains: above 1 it is a mistake."""
         if self.tolerance == 0:
-            return 0.0 if self.difference == 0 else math.inf
+            return math.inf if self.difference else 0.0
         return self.difference / self.tolerance
 
     @property
