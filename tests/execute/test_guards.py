@@ -1,7 +1,8 @@
-"""What captured micro-steps and lock-step do not watch yet: each with the outcome that is due."""
+"""What captured micro-steps watch: each with the outcome that is due."""
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from tests.support.samples import seeded
 class Heated(nn.Module):
     """A linear layer with a temperature, and perhaps a layer that is left out by Python's own numbers."""
 
-    def __init__(self, *, drops: bool = False) -> None:
+    drops = False
+
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.other, self.tau, self.drops = nn.Linear(3, 3), nn.Linear(3, 3), 1.0, drops
+        self.layer, self.other, self.tau = nn.Linear(3, 3), nn.Linear(3, 3), 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 3) → (n, 3)."""
@@ -33,65 +36,10 @@ class Heated(nn.Module):
         return self.layer(hidden) * self.tau
 
 
-def squares(model: Any, batch: Tensor) -> Tensor:
-    """A mean over elements."""
-    return model(batch).square().mean()
+class Dropping(Heated):
+    """With that."""
 
-
-def with_slope(model: Any, batch: Tensor) -> Tensor:
-    """A penalty on the slope at the inputs."""
-    x = batch.requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return slope.square().sum(1).mean()
-
-
-def compared(
-    patch: pytest.MonkeyPatch,
-    loss: Callable[[Any, Tensor], Tensor],
-    between: Callable[[Any, int], None],
-    make: Callable[..., nn.Module] = Heated,
-    **how: Any,
-) -> float:
-    """How far replayed updates are from those of the whole batch."""
-    model, twin = seeded(lambda: make(**how))(), seeded(lambda: make(**how))()
-    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(check=False))
-    emulated(step, patch)
-    optimizer = sgd(trained(twin))
-    for number in range(6):
-        batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-        random.seed(number)
-        between(model, number)
-        step(batch.clone())
-        random.seed(number)
-        between(twin, number)
-        optimizer.zero_grad()
-        if how.get("drops"):  # each micro-batch draws its own
-            torch.stack([loss(twin, part) for part in batch.split(4)]).mean().backward()
-        else:
-            loss(twin, batch).backward()
-        optimizer.step()
-    return distance(weights(model), weights(twin))
-
-
-def annealed(model: Any, number: int) -> None:
-    """Another temperature in every step."""
-    model.tau = 1.0 + number
-
-
-def test_what_is_watched_is_replayed_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing changes, that is."""
-    assert compared(monkeypatch, squares, lambda *_: None) <= 1e-12
-
-
-def test_a_number_that_a_module_holds_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an annealed temperature."""
-    assert compared(monkeypatch, squares, annealed) <= 1e-12
-
-
-def test_a_branch_on_pythons_random_numbers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a layer that is dropped: it is launched, which a warning says."""
-    with pytest.warns(UserWarning, match="it draws random numbers"):
-        assert compared(monkeypatch, squares, lambda *_: None, drops=True) <= 1e-12
+    drops = True
 
 
 class Rotated(nn.Module):
@@ -113,22 +61,68 @@ class Rotated(nn.Module):
         return self.layer(x * cos + x.flip(1) * sin) * self.layers[0]["angles"][0]
 
 
+def squares(model: Any, batch: Tensor) -> Tensor:
+    """A mean over elements."""
+    return model(batch).square().mean()
+
+
+def with_slope(model: Any, batch: Tensor) -> Tensor:
+    """A penalty on the slope at the inputs."""
+    x = batch.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().sum(1).mean()
+
+
+def annealed(model: Any, number: int) -> None:
+    """Another temperature in every step."""
+    model.tau = 1.0 + number
+
+
 def rebased(model: Any, number: int) -> None:
-    """Another base from the fourth step on, as for longer contexts."""
+    """Another base from the fourth step on, as for longer contexts, and then in a list of dicts of lists."""
     if number == 3:
         model.cache[3] = (model.angles(0.5).cos(), model.angles(0.5).sin())
     if number == 4:
         model.layers[0]["angles"] = [model.angles(2.0)]
 
 
-def test_tensors_in_containers_of_containers_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a dict of tuples, or a list of dicts of lists."""
-    assert compared(monkeypatch, squares, rebased, make=Rotated) <= 1e-12
+def as_before(_model: Any, _number: int) -> None:
+    """Change nothing between updates."""
 
 
-def test_a_loss_that_asks_for_a_gradient_of_its_input_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a gradient penalty does."""
-    assert compared(monkeypatch, with_slope, lambda *_: None) <= 1e-12
+@pytest.mark.parametrize(
+    ("kind", "loss", "between"),
+    [
+        (Heated, squares, as_before),
+        (Heated, squares, annealed),
+        (Heated, with_slope, as_before),
+        (Dropping, squares, as_before),
+        (Rotated, squares, rebased),
+    ],
+)
+def test_replayed_updates_are_those_of_the_whole_batch(
+    kind: type[nn.Module], loss: Any, between: Callable[[Any, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever changes: numbers, tables and what Python draws; a layer that is dropped is launched, with a warning."""
+    model, twin = seeded(kind)(), seeded(kind)()
+    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(check=False))
+    graphs = emulated(step, monkeypatch)
+    optimizer = sgd(trained(twin))
+    told: Any = pytest.warns(UserWarning, match="it draws random numbers") if kind is Dropping else nullcontext()
+    with told:
+        for number in range(6):
+            batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+            random.seed(number)
+            between(model, number)
+            step(batch.clone())
+            random.seed(number)
+            between(twin, number)
+            optimizer.zero_grad()
+            # Each micro-batch of a layer that is dropped draws its own.
+            torch.stack([loss(twin, part) for part in batch.split(4 if kind is Dropping else 8)]).mean().backward()
+            optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+    assert bool(graphs.replays) == (kind is not Dropping and between is not annealed)
 
 
 def test_a_batch_that_requires_a_gradient_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +130,8 @@ def test_a_batch_that_requires_a_gradient_leaves_no_graph(monkeypatch: pytest.Mo
     model = seeded(Heated)()
     step = BigStep(model, sgd(trained(model)), squares, micro_batch_size=4, options=Options(check=False))
     graphs = emulated(step, monkeypatch)
-    for number in range(4):
-        batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-        step(batch.requires_grad_())
+    for _ in range(4):
+        step(torch.randn(8, 3, dtype=torch.float64).requires_grad_())
     assert graphs.replays
     assert all(each.grad_fn is None for captured in graphs.captured.values() for each in captured.inputs.values())
 
@@ -147,24 +140,23 @@ def test_a_window_that_cannot_be_captured_leaves_captured_micro_steps(monkeypatc
     """They are another kind, for losses that ask for nobody."""
     model = seeded(Heated)()
     step = BigStep(model, sgd(trained(model)), squares, micro_batch_size=4)
-    graphs = emulated(step, monkeypatch)
+    graphs, runner = emulated(step, monkeypatch), step._runner
     whole_emulated(step, monkeypatch)
     error = NotCapturable("a whole window that draws random numbers")
     error.of_window = True
     with pytest.warns(UserWarning, match="cannot be captured"):
         better = remedy(step._execution, error)
     assert better is not None
-    step._runner.follow(better)
-    assert step._runner.whole is None
-    assert step._runner.steps is not None
-    assert step._runner.steps.graphs is graphs
+    runner.follow(better)
+    assert runner.whole is None
+    assert runner.steps is not None
+    assert runner.steps.graphs is graphs
 
 
 def test_two_casts_that_overlap_leave_functions_as_they_were() -> None:
     """Two steps on two threads, of which the first to begin ends first."""
     plain = F.linear
-    model = nn.Linear(3, 3)
-    first, second = (CastWeights([torch.optim.SGD(model.parameters(), lr=0.1)]) for _ in range(2))
+    first, second = (CastWeights([torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)]) for _ in range(2))
     try:
         first.__enter__()
         second.__enter__()
