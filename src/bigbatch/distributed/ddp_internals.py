@@ -2,14 +2,12 @@
 
 from torch.nn.parallel import DistributedDataParallel
 
-# Where a graph is said to be static, DDP reduces after its first backward, whatever it was told: unless it has.
-_FIRST = "_static_graph_delay_allreduce_enqueued"
-
 
 def speak(wrapper: DistributedDataParallel, *, backward: bool = True, forward: bool = True) -> None:
     """Have a wrapper's next backward reduce what has been added up, and its forward send buffers; or not."""
     wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
-    setattr(wrapper, _FIRST, not backward)
+    # Where a graph is said to be static, DDP reduces after its first backward, whatever it was told: unless it has.
+    wrapper._static_graph_delay_allreduce_enqueued = not backward  # noqa: SLF001 - no public name
 
 
 def silence(wrapper: DistributedDataParallel) -> None:

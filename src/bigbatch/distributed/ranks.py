@@ -191,12 +191,6 @@ class Ranks(Team):
         self.others_go_on = found.going > mine.going
         return found
 
-    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Return of each flag whether any rank has it up."""
-        found = torch.tensor(flags, dtype=torch.uint8, device=self.wire(device))
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in found.tolist()]
-
     # Values of all ranks, where samples are coupled. Ranks that come to different collectives would send each other
     # tensors of other sizes, and end in torch or never. So each says first, in a row, which one it has come to.
 

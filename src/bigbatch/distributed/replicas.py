@@ -126,7 +126,10 @@ def add_up(
 ) -> None:
     """Correct the gradients, fill those that only other ranks have reached with zeros, and add all up over a group."""
     if agreement.missing:
-        gradients.fill(ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device))
+        came = [p.grad is not None for p in gradients.parameters]
+        anywhere = torch.tensor(came, dtype=torch.uint8, device=ranks.wire(gradients.device))
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=ranks.group)
+        gradients.fill(anywhere.bool().tolist())
     gradients.scale(correction)
     dense = gradients.dense() if dist.get_world_size(group) > 1 else []
     for device in dict.fromkeys(gradient.device for gradient in dense):

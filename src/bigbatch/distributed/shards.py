@@ -38,11 +38,10 @@ class Shards(Ranks):
         self._parts = parts
         self._groups = [group for part in parts for group in fsdp.groups_of(part)]
         super().__init__(fsdp.flat(_one_mesh(self._groups)))
-        self.replicas = fsdp.replicas_of(self._groups)
         self.within: dist.ProcessGroup = self._groups[0].mesh_info.shard_process_group  # the ranks of one replica
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may wait in host memory
         self.overlap, self._last = overlap, False  # whether the next backward is the window's last
-        self._apart = self.replicas is not None and not overlap  # replicas are added up when the window closes
+        self._apart = None if overlap else fsdp.replicas_of(self._groups)  # added up when the window closes
 
     def serve(self, owner: object) -> None:
         """Begin: nothing is averaged on the way while `owner` lives, since weights say it all."""
@@ -63,7 +62,7 @@ class Shards(Ranks):
         fsdp.reduce_in_backward(self._groups, set(map(id, own)), reduces=reduces)
         with (
             naming_lost_ranks(),
-            fsdp.within_a_replica(self._groups) if self._apart else nullcontext(),
+            nullcontext() if self._apart is None else fsdp.within_a_replica(self._groups),
             nullcontext() if adds else adding_zeros(fsdp.whole_weights(self._parts)),
         ):
             yield
@@ -87,16 +86,15 @@ class Shards(Ranks):
                 fix="accumulator.discard(), then Accumulator(...) without overlap=True; or shorter windows by steps=",
             )
         refuse_hooks(found=any(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups))
-        replica = min(dist.get_process_group_ranks(self.within if self._apart else self.group))
+        replica = min(dist.get_process_group_ranks(self.group if self._apart is None else self.within))
         mine = mine._replace(reached=float(self._reached), replica=float(replica))
         self._reached = 0  # compared once, whatever comes of it
         return super().agree(mine, words, gradients)
 
     def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct what backwards have added up; replicas of shards are added up here."""
-        if self._apart:
-            assert self.replicas is not None  # noqa: S101 - they are apart
-            add_up(self, self.replicas, gradients, correction, agreement)
+        if self._apart is not None:
+            add_up(self, self._apart, gradients, correction, agreement)
         else:
             gradients.scale(correction)
         return 1.0
