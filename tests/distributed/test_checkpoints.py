@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bigbatch import Accumulator
-from tests.support.rank_loops import OPTIMIZERS, WRAPPERS, Batch, joined, mean, micro_batch, model, weights
+from tests.support.rank_loops import OPTIMIZERS, WRAPPERS, Batch, joined, made, mean, micro_batch, model, weights
 from tests.support.ranks import exactly
 from tests.support.reference import distance
 
@@ -62,8 +62,7 @@ def test_saved_on_some_ranks_and_loaded_on_others(kind: str, numbers: tuple[int,
 def test_steps_are_of_who_resumes_where_no_window_is_open() -> None:
     """They are one rank's: on half as many ranks there are twice as many. An open window keeps its own."""
     network = model()
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    one, other = (Accumulator(network, optimizer, steps=steps) for steps in (2, 4))
+    one, other = made(network, steps=2), made(network, steps=4)
     other.load_state_dict(one.state_dict())
     assert other.steps == 4
     one.backward(mean(network, micro_batch(3, 1)))

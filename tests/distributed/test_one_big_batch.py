@@ -91,8 +91,11 @@ def big_steps(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]
     """Give each batch as this rank's part of a big one, to a step made twice; one of no samples is None."""
     optimizer = OPTIMIZERS[case.optimizer](network.parameters())
     options = Options(group=dist.group.WORLD if case.kind == "group" else None)
-    for _ in range(2):
-        step = BigStep(network, optimizer, LOSSES[case.loss], micro_batch_size=2, clip_norm=1.0, options=options)
+    made = [
+        BigStep(network, optimizer, LOSSES[case.loss], micro_batch_size=2, clip_norm=1.0, options=options)
+        for _ in range(2)
+    ]
+    step = made[1]
     return [step(each if len(each[0]) else None) for each in batches]
 
 

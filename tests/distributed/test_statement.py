@@ -20,12 +20,18 @@ from bigbatch.distributed.statement import (
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.support.messages import approve
 
-ROW = Statement("mean", total=4.0, loss=2.0, micro_batches=1, common=7.0, weights=2.0)
 EMPTY = Statement(common=7.0, weights=2.0)
 WORDS: dict[str, list[Any]] = {
     "common": [{"lr": "0.1", "clip_norm": "None"}, {"lr": "0.2", "clip_norm": "None"}],
     "form": [{"loss": "MseLoss times 2"}, {"loss": "MseLoss times 3"}],
 }
+
+
+def row(**other: Any) -> Statement:
+    """Return what a rank says that has a micro-batch."""
+    return Statement(
+        **{"kind": "mean", "total": 4.0, "loss": 2.0, "micro_batches": 1, "common": 7.0, "weights": 2.0, **other}
+    )
 
 
 def agreed(*rows: Statement) -> Statement:
@@ -35,7 +41,7 @@ def agreed(*rows: Statement) -> Statement:
 
 def test_totals_are_added_up() -> None:
     """And a rank without a micro-batch has no kind of loss."""
-    found = agreed(ROW, ROW._replace(total=6.0, loss=5.0, going=1, missing=True), EMPTY)
+    found = agreed(row(), row(total=6.0, loss=5.0, going=1, missing=True), EMPTY)
     assert (found.kind, found.total, found.loss, found.micro_batches) == ("mean", 10.0, 7.0, 2)
     assert (found.going, found.missing, found.loss_known) == (1, True, True)
     assert found.big_loss() == 0.7
@@ -44,8 +50,8 @@ def test_totals_are_added_up() -> None:
 
 def test_a_loss_that_is_not_known_is_the_average() -> None:
     """Of the micro-batches of all ranks."""
-    row = ROW._replace(kind="known", plain=3.0, loss_known=False)
-    assert agreed(row, row._replace(plain=6.0, loss_known=True)).big_loss() == 4.5
+    one, other = ({"kind": "known", "plain": plain, "loss_known": plain > 3} for plain in (3.0, 6.0))
+    assert agreed(row(**one), row(**other)).big_loss() == 4.5
 
 
 DIFFER: dict[str, tuple[dict[str, Any], type[BigBatchError]]] = {
@@ -63,23 +69,23 @@ DIFFER: dict[str, tuple[dict[str, Any], type[BigBatchError]]] = {
 def test_what_differs_is_refused(name: str) -> None:
     """The text names the rank, and is the same whoever asks."""
     other, kind = DIFFER[name]
-    row = ROW._replace(form=2.0, ratio=0.5)
+    alike = {"form": 2.0, "ratio": 0.5}
     with pytest.raises(kind) as raised:
-        agreed(row, row._replace(**other))
+        agreed(row(**alike), row(**{**alike, **other}))
     approve("distributed", f"statement: {name}", raised.value)
 
 
 def test_a_term_that_counts_once_needs_every_rank() -> None:
     """Beside a sum each rank adds its share of it."""
     with pytest.raises(WindowError, match="rank 2 has no micro-batch"):
-        agreed(ROW._replace(kind="sum", shares_once=True), EMPTY)
+        agreed(row(kind="sum", shares_once=True), EMPTY)
 
 
 def test_what_is_no_difference() -> None:
     """Parts that each replica reaches by itself; rounding; and what an empty rank does not have."""
-    agreed(ROW._replace(reached=1.0, replica=0.0), ROW._replace(reached=2.0, replica=2.0))
-    agreed(ROW, ROW._replace(weights=2.0 * (1 + 1e-8)))
-    agreed(ROW._replace(form=2.0, ratio=0.5), EMPTY)
+    agreed(row(reached=1.0, replica=0.0), row(reached=2.0, replica=2.0))
+    agreed(row(), row(weights=2.0 * (1 + 1e-8)))
+    agreed(row(form=2.0, ratio=0.5), EMPTY)
 
 
 def test_fingerprints_are_numbers_that_a_wire_holds_exactly() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
 from bigbatch.execute.graph_replay import Limits, Replayed
-from tests.support.emulated_graphs import whole_emulated
+from tests.support.emulated_graphs import gave_up, whole_emulated
 from tests.support.reference import distance
 
 Batch = dict[str, Any]
@@ -95,11 +95,11 @@ class Twins:
 
     def __init__(self, model: nn.Module, loss: Loss, patch: pytest.MonkeyPatch, size: int = 3, **options: Any) -> None:
         self.mine, self.true, self.loss = model.double(), copy.deepcopy(model).double(), loss
+        self._optimizers = self._sgd(self.mine), self._sgd(self.true)
         self.step = BigStep(
-            self.mine, self._sgd(self.mine), loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
+            self.mine, self._optimizers[0], loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
         )
         self.whole: Replayed = whole_emulated(self.step, patch)
-        self._optimizer = self._sgd(self.true)
 
     @staticmethod
     def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -107,7 +107,7 @@ class Twins:
 
     def optimize_what_is_there(self) -> None:
         """Have the optimizers train the parameters that the models have now."""
-        for optimizer, model in ((self.step._stepper.optimizers[0], self.mine), (self._optimizer, self.true)):
+        for optimizer, model in zip(self._optimizers, (self.mine, self.true), strict=True):
             optimizer.param_groups[0]["params"] = list(model.parameters())
 
     def both(self, change: Callable[[Any], object]) -> None:
@@ -123,8 +123,8 @@ class Twins:
         assert abs(float(found.loss) - loss.item()) < 1e-12
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in self.true.parameters() if p.requires_grad], 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizers[1].step()
+        self._optimizers[1].zero_grad()
         mine, true = (list(model.state_dict().values()) for model in (self.mine, self.true))
         for one, other in zip(mine, true, strict=True):
             assert distance([one.double()], [other.double()], 1e-3) < 1e-12
@@ -160,14 +160,14 @@ def test_a_replay_is_the_big_batch(size: int, sizes: list[int], case: str, seed:
 
 def test_what_is_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own code runs when a shape comes first, once more to measure it, and when it is captured."""
-    calls = []
+    calls: list[int] = []
 
     def loss(model: Any, batch: Batch) -> Tensor:
-        calls.append(len(batch["x"]))
+        if model is twins.mine:
+            calls.append(len(batch["x"]))
         return classified(model, batch)
 
-    twins = Twins(Norms(), classified, monkeypatch, check=False)
-    twins.step._runner._loss_fn = loss
+    twins = Twins(Norms(), loss, monkeypatch, check=False)
     twins.updates([8] * 5)
     assert calls == [3, *[3, 3, 2] * 2]
     assert twins.whole.replays == 3
@@ -382,7 +382,7 @@ def test_a_scaler_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = images(8, 0)
     with pytest.warns(UserWarning, match="a gradient scaler"):
         step({**batch, "x": batch["x"].float()})
-    assert step._runner.whole is None
+    assert gave_up(step)
 
 
 def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,21 +402,21 @@ def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) 
     twins.updates([8] * 2)
     with pytest.warns(UserWarning, match="2 were captured, and 0 replayed"):
         twins.updates([8] * 8)
-    assert twins.step._runner.whole is None
+    assert gave_up(twins.step)
 
 
 def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's own error comes out, and the next update is right."""
-    twins = Twins(Norms(), classified, monkeypatch)
-    twins.updates([8])
-    plain, failing = twins.step._runner._loss_fn, [True]
 
     def loss(model: Any, batch: Batch) -> Tensor:
         if failing and len(batch["x"]) == 2:
             raise KeyError("mine")
-        return plain(model, batch)
+        return classified(model, batch)
 
-    twins.step._runner._loss_fn = loss
+    failing: list[bool] = []
+    twins = Twins(Norms(), loss, monkeypatch)
+    twins.updates([8])
+    failing.append(True)
     before = {name: value.clone() for name, value in twins.mine.state_dict().items()}
     with pytest.raises(KeyError, match="mine"):
         twins.step(images(8, 1))
@@ -440,14 +440,13 @@ def test_running_out_of_memory_forgets_the_graphs(monkeypatch: pytest.MonkeyPatc
     """They hold the memory of a window."""
     twins = Twins(Norms(), classified, monkeypatch)
     twins.updates([8] * 3)
-    plain, failing = twins.step._stepper.step, [True]
+    failing = [True]
 
-    def short(*arguments: Any, **named: Any) -> Any:
+    def short() -> None:
         if failing.pop() if failing else False:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(*arguments, **named)
 
-    monkeypatch.setattr(twins.step._stepper, "step", short)
+    twins.step.before_step(short)
     twins.updates([8] * 3)
     assert twins.whole.launches == 2
     assert twins.update(images(8, 3)).micro_batches == 3  # no smaller than before

@@ -136,18 +136,23 @@ def _as_on_a_device(patch: Any) -> None:
 
 def whole_emulated(step: BigStep, patch: Any) -> Replayed:
     """Let a step on the CPU replay whole windows, as with Options(cuda_graph=True) on a GPU; returns their graphs."""
-    _as_on_a_device(patch)
-    runner = step._runner
-    runner.whole = WholeWindows(runner._models, torch.device("cpu"), runner._stepper)
-    step._execution = replace(step._execution, graph_windows=True)
-    return runner.whole.graphs
+    return _emulated(step, patch, "whole", WholeWindows, graph_windows=True)
 
 
 def emulated(step: BigStep, patch: Any) -> Replayed:
     """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
+    step._options = step._divider._options = replace(step._options, cuda_graph=True)
+    return _emulated(step, patch, "steps", ReplayedSteps, graph_steps=True)
+
+
+def _emulated(step: Any, patch: Any, name: str, kind: Any, **execution: bool) -> Replayed:
     _as_on_a_device(patch)
     runner = step._runner
-    runner.steps = ReplayedSteps(runner._models, torch.device("cpu"), runner._stepper)
-    step._options = step._divider._options = replace(step._options, cuda_graph=True)
-    step._execution = replace(step._execution, graph_steps=True)
-    return runner.steps.graphs
+    setattr(runner, name, kind(runner._models, torch.device("cpu"), runner._stepper))
+    step._execution = replace(step._execution, **execution)
+    return getattr(runner, name).graphs
+
+
+def gave_up(step: BigStep) -> bool:
+    """Whether a step captures nothing any more."""
+    return step._runner.steps is None and step._runner.whole is None
