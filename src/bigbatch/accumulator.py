@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from bigbatch import arguments
 from bigbatch.distributed.discovery import team_of
 from bigbatch.errors import BigBatchError, StateError, WindowError, WindowOpen
-from bigbatch.loop import Listener, Loop, NoLoop, Over, Source
+from bigbatch.loop import Listener, Loop, Over, Source, no_loop
 from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
 from bigbatch.window.forgotten import Forgotten
-from bigbatch.window.gate import Admission, Questions, refuse_scaled
+from bigbatch.window.gate import Admission, Questions
 from bigbatch.window.gradients import all_parameters
 from bigbatch.window.stepper import Stepper, Witness, refuse_copy
 from bigbatch.window.window import CLOSED, OPEN, Alike, Window, refuse_unfit_window
@@ -117,7 +117,7 @@ class Accumulator:
         self._window: Window | None = None
         self._alike: Alike | None = None  # how the latest loss was read, where another is recognized by it
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
-        self._loop: Loop = NoLoop()
+        self._loop: Loop = no_loop()
         self._sources: list[Source[Any]] = []  # what was read ahead of iterators that loops were left with
 
     @property
@@ -245,20 +245,21 @@ class Accumulator:
 
     def _admitted(self, loop: Loop, loss: Tensor, count: GivenCount | None) -> list[Term]:
         """Return the terms of a loss that may be added, or refuse it."""
-        admission = self._admission
+        admission, hints, given = self._admission, self._admission.hints, None
         arguments.loss(loss)
-        if self._stepper.scaler is not None:
-            refuse_scaled(loss, self._stepper.scaler)
         if asked_anywhere[0] != self._questions.anywhere or loop.spent:
             self._questions.check(loss, loop.asked if loop.of_over else None)
             loop.refuse_second()
         if self._window is None:
             self._look_around()
-        if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
-            admission.look()
-        terms = self._read(loss, count)
-        if admission.reader.fresh or admission.may_wake:
-            admission.scan(loss)
+        if count is not None:
+            kind, number = checked_count(count)
+            if hints.to_compare and kind == "mean":
+                hints.compare_count(admission.reader, loss, number, first_of_window=self._window is None)
+            given = Term(None, kind, number, "count=")
+        terms = admission.admit(loss, self._stepper.scaler, given)
+        if given is None and admission.reader.fresh:
+            hints.check_division(loss, terms, self._steps, self._team.size)
         if admission.others:
             admission.refuse_changed(loss)
         return terms
@@ -269,19 +270,6 @@ class Accumulator:
         if self._steps > 1 and not self._admission.hints.saw_layers:
             self._admission.hints.check_layers(self._admission.models)
         self._admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
-
-    def _read(self, loss: Tensor, count: GivenCount | None) -> list[Term]:
-        admission, hints = self._admission, self._admission.hints
-        if count is not None:
-            kind, number = checked_count(count)
-            if hints.to_compare and kind == "mean":
-                hints.compare_count(admission.reader, loss, number, first_of_window=self._window is None)
-            admission.reader.fresh = True  # it was not read
-            return [Term(None, kind, number, "count=", None)]
-        terms = admission.reader.read(loss)
-        if admission.reader.fresh:
-            hints.check_division(loss, terms, self._steps, self._team.size)
-        return terms
 
     def _opened(self) -> Window:
         if self._counts is not None and self._loop.totals is None:
@@ -463,7 +451,7 @@ class Accumulator:
                 self._stepper.refuse_backward_by_hand()
             self._team.check_last_batch()
         loop.last = True
-        after = NoLoop()  # made now: an error after the last update would not tell of it
+        after = no_loop()  # made now: an error after the last update would not tell of it
         self.flush()
         while self._team.joins_windows and (loop.promised or self._team.others_go_on):
             loop.last = True
@@ -485,4 +473,4 @@ class Accumulator:
     def _leave(self, loop: Loop) -> None:
         """End an `over`; another one may have begun since."""
         if self._loop is loop:
-            self._loop = NoLoop()
+            self._loop = no_loop()

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -22,7 +22,7 @@ _ALIKE = 16  # so many at most are compared where nothing tells them apart
 class Loop:
     """One pass over a loader, as `backward` sees it."""
 
-    of_over: ClassVar[bool] = True
+    of_over: bool = True  # or written by hand: no batch is known to be the last, and nobody counts calls
     begun: bool = False  # whether it has given out a batch, or has none
     spent: bool = True  # whether the batch at hand has had its backward
     last: bool = False  # whether it is the loader's last
@@ -40,14 +40,9 @@ class Loop:
             )
 
 
-class NoLoop(Loop):
-    """A loop written by hand: no batch is known to be the last, and nobody counts calls."""
-
-    of_over = False
-
-    def __init__(self) -> None:
-        """Promise nothing."""
-        super().__init__(spent=False, promised=False)
+def no_loop() -> Loop:
+    """Stand for a loop that is written by hand; it promises nothing."""
+    return Loop(of_over=False, spent=False, promised=False)
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ class Over(Generic[Batch]):
                 fix="this one inside:  other.over(this.over(loader))",
             )
         self._loader, self._listener, self._counts = loader, listener, counts
-        self.loop: Loop = NoLoop()  # the latest
+        self.loop: Loop = no_loop()  # the latest
 
     def __len__(self) -> int:
         """Return the number of micro-batches, where the loader knows it."""

@@ -22,7 +22,7 @@ from bigbatch.loss.count import Count, Term, TotalOfSum
 from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward
-from bigbatch.window.gate import Admission, refuse_scaled
+from bigbatch.window.gate import Admission
 from bigbatch.window.gradients import all_parameters
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
@@ -69,12 +69,7 @@ class Runner:
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""
         arguments.loss(loss)
-        if self._stepper.scaler is not None:
-            refuse_scaled(loss, self._stepper.scaler)
-        self._admission.look()
-        terms = self._admission.reader.read(loss)
-        self._admission.scan(loss)
-        return terms
+        return self._admission.admit(loss, self._stepper.scaler)
 
     @contextmanager
     def window(self, *, ragged: bool, side_by_side: bool = False) -> Iterator[None]:

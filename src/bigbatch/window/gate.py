@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from bigbatch.distributed.fsdp_internals import leaving_alone, parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
+from bigbatch.loss.count import Term
 from bigbatch.loss.graph import edges, is_leaf, operation, saved, saved_tensor, shape, variable
 from bigbatch.loss.origin import FrozenWeights, Surroundings
 from bigbatch.loss.readings import Reader
@@ -119,6 +120,18 @@ class Admission:
         with leaving_alone(parts, ours), sparing(others.values()):
             yield
 
+    def admit(self, loss: Tensor, scaler: GradScaler | None, given: Term | None = None) -> list[Term]:
+        """Return the terms of a loss that may be added, or refuse it; `given` where the user has said what it is."""
+        if scaler is not None:
+            refuse_scaled(loss, scaler)
+        if self.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
+            self.look()
+        terms = self.reader.read(loss) if given is None else [given]
+        self.reader.fresh |= given is not None  # it was not read
+        if self.reader.fresh or self.may_wake:
+            self.scan(loss)
+        return terms
+
     def look(self) -> None:
         """Refuse BatchNorm in training mode, before each micro-batch is used."""
         if self._refuses and self.batch_norms:
@@ -161,8 +174,15 @@ class Admission:
                 fix="such a term inside the model's forward, of parameters that are the model's; for a penalty, "
                 "weight_decay=",
             )
+        self._look_at_norms(found)
+
+    def _look_at_norms(self, found: "Scan") -> None:
+        """Refuse BatchNorm in training mode that stands in a graph, and note whether others rest."""
         if self.exact and found.batch_norm:
-            self._refuse_escaped()
+            if not self.side_by_side:
+                raise NeedsLockStep("BatchNorm in training mode")
+            if self.side_by_side > 1:  # it was not met by all micro-batches
+                raise escaped(self._accepting)
         if self._refuses and found.batch_norm:
             raise foreign(self._accepting)
         if (self._refuses or self.exact) and found.resting and not self.may_wake:
@@ -192,13 +212,6 @@ class Admission:
                 fix="fully_shard(model); optimizer = AdamW(model.parameters()); Accumulator(model, optimizer, ...)",
                 fix_in_step="fully_shard(model); optimizer = AdamW(model.parameters()); BigStep(model, optimizer, ...)",
             )
-
-    def _refuse_escaped(self) -> None:
-        """BatchNorm in training mode stands in a graph: it was not met by all micro-batches."""
-        if not self.side_by_side:
-            raise NeedsLockStep("BatchNorm in training mode")
-        if self.side_by_side > 1:
-            raise escaped(self._accepting)
 
 
 class Questions:
