@@ -19,7 +19,7 @@ Read training scripts and notebooks for the classic mistakes of gradient accumul
 
 Nothing is imported or run. Ends with 0 if nothing was found, with 1 if something was, with 2 if it could not look.
 
-Settings are read from [tool.bigbatch.lint] in the nearest pyproject.toml: select, extend-select, ignore, exclude."""
+Settings are read from [tool.bigbatch.lint] in the nearest pyproject.toml: select, ignore, exclude."""
 # In an installed package the pages lie beside this file; in the repository they are part of its documentation.
 _PAGES = (Path(__file__).parent / "pages", Path(__file__).parents[2] / "docs" / "lint")
 
@@ -30,10 +30,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(program, description=DESCRIPTION, formatter_class=plain, allow_abbrev=False)
     add = options.add_argument
     add("paths", nargs="*", metavar="PATH", default=["."], help="Scripts, notebooks, folders; - for standard input.")
-    add("--select", action="append", metavar="CODES", help="Only these rules: BB103,BB2 or ALL.")
-    add("--extend-select", action="append", metavar="CODES", help="These rules too.")
-    add("--ignore", action="append", metavar="CODES", help="Not these rules.")
-    add("--exclude", action="append", metavar="PATTERNS", help="Not these files or folders.")
+    add("--select", action="append", default=[], metavar="CODES", help="Only these rules: BB103,BB2 or ALL.")
+    add("--ignore", action="append", default=[], metavar="CODES", help="Not these rules.")
+    add("--exclude", action="append", default=[], metavar="PATTERNS", help="Not these files or folders.")
     add("--force-exclude", action="store_true", help="Exclude also files that are named.")
     add("--format", choices=("text", "json", "github"), default="text", help="How to show findings (default: text).")
     add("--json", action="store_const", const="json", dest="format", help="The same as --format json.")
@@ -71,15 +70,14 @@ def page(code: str) -> str:
     return found.read_text(encoding="utf-8").rstrip() + "\n"
 
 
-def _split(given: list[str] | None) -> tuple[str, ...]:
-    return tuple(part.strip() for each in given or () for part in each.split(",") if part.strip())
+def _split(given: list[str]) -> tuple[str, ...]:
+    return tuple(part.strip() for each in given for part in each.split(",") if part.strip())
 
 
 def _checked(given: argparse.Namespace) -> Iterator[Checked]:
     """Check one file after the other; standard input last."""
-    chosen = (given.select, given.extend_select, given.ignore)
-    select, extend, ignore = (_split([code.upper() for code in each or ()]) for each in chosen)
-    command = Settings(select, extend, ignore, _split(given.exclude), force_exclude=given.force_exclude)
+    select, ignore = (_split([code.upper() for code in each]) for each in (given.select, given.ignore))
+    command = Settings(select, ignore, _split(given.exclude), force_exclude=given.force_exclude)
     command.codes()  # misspelt ones, before anything is read
     paths = [Path(path) for path in given.paths if path != "-"]
     for path in paths:
@@ -87,7 +85,7 @@ def _checked(given: argparse.Namespace) -> Iterator[Checked]:
             raise UsageError(f"there is no file or folder {path}")
     yield from lint(paths, command)
     if "-" in given.paths:
-        codes = settings_of(Path(given.stdin_filename), {}).codes(command)
+        codes = settings_of(Path(given.stdin_filename).absolute()).codes(command)
         yield check_source(read_source(given.stdin_filename, sys.stdin.buffer.read()), codes)
 
 

@@ -124,7 +124,7 @@ def test_explain(code: str) -> None:
         ("--explain BB999", "", "error: there is no rule BB999\nhint: "),
         ("--format xml", "", "error: argument --format: invalid choice"),
         ("train.py --diff", "", "error: unrecognized arguments: --diff\n"),
-        ("train.py", "line-length = 3", "hint: It knows exclude, extend-select, ignore, select.\n"),
+        ("train.py", "line-length = 3", "hint: It knows exclude, ignore, select.\n"),
     ],
 )
 def test_what_cannot_be_done(arguments: str, settings: str, text: str) -> None:

@@ -10,7 +10,7 @@ from bigbatch_lint.output.config import Settings, UsageError, read_settings, set
 from bigbatch_lint.rules import RULES
 
 LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"
-NOTHING = Settings()
+NOTHING = Settings(())
 
 
 def write(path: Path, text: str) -> Path:
@@ -27,22 +27,20 @@ def found(*paths: Path, choice: Settings = NOTHING) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("select", "extend", "ignore", "expected"),
+    ("select", "ignore", "expected"),
     [
-        (None, (), (), set(RULES)),
-        (("ALL",), (), (), set(RULES)),
-        (("BB1",), (), (), {"BB101", "BB102", "BB103", "BB104", "BB105", "BB106"}),
-        (("BB1",), (), ("BB10",), set()),
-        (("BB103",), (), ("BB1",), {"BB103"}),
-        (("ALL",), (), ("BB",), set()),
-        (("BB3",), ("BB5",), ("BB301",), {"BB302", "BB303", "BB304", "BB501"}),
+        (("ALL",), (), set(RULES)),
+        ((), (), set()),
+        (("BB1",), (), {"BB101", "BB102", "BB103", "BB104", "BB105", "BB106"}),
+        (("BB1",), ("BB10",), set()),
+        (("BB103",), ("BB1",), {"BB103"}),
+        (("ALL",), ("BB",), set()),
+        (("BB3", "BB5"), ("BB301",), {"BB302", "BB303", "BB304", "BB501"}),
     ],
 )
-def test_the_longer_beginning_decides(
-    select: tuple[str, ...] | None, extend: tuple[str, ...], ignore: tuple[str, ...], expected: set[str]
-) -> None:
+def test_the_longer_beginning_decides(select: tuple[str, ...], ignore: tuple[str, ...], expected: set[str]) -> None:
     """Selected and not ignored more precisely."""
-    assert Settings(select, extend, ignore).codes() == expected
+    assert Settings(select, ignore).codes() == expected
 
 
 def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
@@ -52,7 +50,7 @@ def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
     write(tmp_path / "own" / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\n')
     files = [write(tmp_path / folder / f"{folder}.py", LOOP) for folder in ("inner", "own")]
     assert found(*files) == {"inner.py": ["BB106"], "own.py": ["BB501"]}
-    assert [settings_of(file, {}).folder for file in files] == [tmp_path, tmp_path / "own"]
+    assert [settings_of(file).folder for file in files] == [tmp_path, tmp_path / "own"]
 
 
 def test_the_command_line_goes_first(tmp_path: Path) -> None:
@@ -60,8 +58,7 @@ def test_the_command_line_goes_first(tmp_path: Path) -> None:
     write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\nignore = ["BB2"]\n')
     file = write(tmp_path / "a.py", LOOP)
     assert found(file, choice=Settings(select=("BB1",))) == {"a.py": ["BB106"]}
-    assert found(file, choice=Settings(extend_select=("BB1",))) == {"a.py": ["BB106", "BB501"]}
-    assert found(file, choice=Settings(ignore=("BB501",))) == {}
+    assert found(file, choice=Settings((), ignore=("BB501",))) == {}
 
 
 def test_which_files_are_read(tmp_path: Path) -> None:
@@ -71,10 +68,20 @@ def test_which_files_are_read(tmp_path: Path) -> None:
     for name in names.split():
         write(tmp_path / name, LOOP)
     assert list(found(tmp_path, tmp_path / "new.py")) == ["new.py", "three.py"]
-    assert list(found(tmp_path, choice=Settings(exclude=("three.py",)))) == ["new.py"]
+    assert list(found(tmp_path, choice=Settings((), exclude=("three.py",)))) == ["new.py"]
     named = tmp_path / "legacy" / "one.py"
     assert list(found(named, tmp_path / "a.txt")) == ["one.py", "a.txt"]
-    assert list(lint([named, tmp_path / ".venv" / "four.py"], Settings(force_exclude=True))) == []
+    assert list(lint([named, tmp_path / ".venv" / "four.py"], Settings((), force_exclude=True))) == []
+
+
+def test_a_folder_above_where_the_command_is_typed_excludes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout below a folder called `build` is checked by the hook, too."""
+    file = write(tmp_path / "build" / "project" / "a.py", LOOP)
+    monkeypatch.chdir(file.parent)
+    for path in (Path("a.py"), file, Path()):
+        assert found(path, choice=Settings((), force_exclude=True)) == {"a.py": ["BB106", "BB501"]}
 
 
 @pytest.mark.parametrize("table", ["selct = []", 'select = "BB1"', 'ignore = ["E501"]', "select = ["])

@@ -106,9 +106,9 @@ def test_notebooks_of_any_kind(notebook: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"\x89PNG\r\n\x1a\n\0\0", "it is no text"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "invalid or missing encoding declaration"),
         (b"x = 1\0", "null bytes"),
-        (b"# -*- coding: nonsense -*-\n", "it is no text"),
+        (b"# -*- coding: nonsense -*-\n", "unknown encoding: nonsense"),
         (b"print 'hello'\n", "Missing parentheses"),
         (b"loss.backward(\n", "was never closed"),
     ],
@@ -133,7 +133,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("x = 1\n")
     (tmp_path / "loop.py").symlink_to("loop.py")
     os.mkfifo(tmp_path / "pipe.py")
-    for choice in (Settings(), Settings(force_exclude=True)):
+    for choice in (Settings(()), Settings((), force_exclude=True)):
         ((_, (missing,)), (_, good), (_, (link,)), (_, (pipe,))) = lint([tmp_path / "gone.py", tmp_path], choice)
         assert "gone.py:1:1: cannot be checked: No such file" in missing
         assert "symbolic links" in link

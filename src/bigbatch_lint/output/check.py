@@ -2,11 +2,11 @@
 
 import ast
 import os
-import re
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
-from bigbatch_lint.output.config import EXCLUDED, Settings, files_in, fits, settings_of
+from bigbatch_lint.output.config import EXCLUDED, Settings, files_in, is_excluded, read_settings, settings_of
 from bigbatch_lint.output.report import Finding
 from bigbatch_lint.reading.source import Source, read_noqa, read_source
 from bigbatch_lint.rules import RULES, find
@@ -14,21 +14,19 @@ from bigbatch_lint.rules import RULES, find
 # A file without one of each holds no training loop, and is not run.
 _GRADIENTS = ("backward", "_grad", "training_step", "compute_loss")
 _STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "def compute_loss", "clear_grad")
-_CLOSED = re.compile(r":\s*(#.*)?$")  # the end of a head
 Checked = tuple[list[Finding], tuple[str, ...]]  # what is found, and why something was not checked
 
 
 def lint(paths: list[Path], command: Settings) -> Iterator[Checked]:
     """Check all files below paths, one after the other; `command` is what the command line says."""
-    known: dict[Path, Settings | None] = {}
-    named = {path for path in paths if not path.is_dir()}
-    everywhere = (*EXCLUDED, *command.exclude)
+    everywhere, named, read = (*EXCLUDED, *command.exclude), set(paths), cache(read_settings)
     for file in files_in(paths, everywhere):
-        settings, real = settings_of(file, known), Path(os.path.realpath(file))
-        patterns = ((settings.folder, settings.exclude), (Path.cwd(), everywhere if file in named else ()))
-        parts = (real, *real.parents)
-        left_out = any(fits(each, base, some) for base, some in patterns for each in parts if each != base)
-        if not left_out or (file in named and not command.force_exclude):
+        # Unlike Path.resolve, realpath takes a link that leads to itself for what it is.
+        real, is_named = Path(os.path.realpath(file)), file in named
+        settings = settings_of(real, read)
+        left_out = is_excluded(real, settings.folder, settings.exclude)
+        left_out = left_out or (is_named and is_excluded(real, Path.cwd(), everywhere))
+        if not left_out or (is_named and not command.force_exclude):
             yield check_source(read_source(str(file)), settings.codes(command))
 
 
@@ -53,8 +51,8 @@ def check(source: Source, codes: Collection[str] = frozenset(RULES)) -> list[Fin
     found = set()
     for code, node, message in hits:
         first, rule = getattr(node, "lineno", 1), RULES[code]
-        last = _last_line(lines, node, first)
-        if not code.startswith(tuple(each for line in (0, first, last) for each in silenced.get(line, ()))):
+        last = _last_line(node, first)
+        if not code.startswith(tuple(each for line in (0, *range(first, last + 1)) for each in silenced.get(line, ()))):
             place = (source.path, *source.place(first), getattr(node, "col_offset", 0) + 1)
             end = place[2] + last - first
             said = (rule.slug, rule.severity, message, rule.remedy)
@@ -62,12 +60,8 @@ def check(source: Source, codes: Collection[str] = frozenset(RULES)) -> list[Fin
     return sorted(found)
 
 
-def _last_line(lines: list[str], node: ast.AST, first: int) -> int:
+def _last_line(node: ast.AST, first: int) -> int:
     """Return where a statement ends; of one that holds others, its head."""
     body = getattr(node, "body", None)
-    if not isinstance(body, list):
-        return getattr(node, "end_lineno", None) or first
-    last: int = getattr(getattr(node, "test", None) or getattr(node, "iter", None), "end_lineno", None) or first
-    # `):` may stand on a line of its own.
-    rest = lines[last - 1 : body[0].lineno - 1]
-    return next((last + more for more, line in enumerate(rest) if _CLOSED.search(line)), last)
+    last: int = body[0].lineno - 1 if isinstance(body, list) else getattr(node, "end_lineno", None) or first
+    return max(first, last)

@@ -2,23 +2,24 @@
 
 [tool.bigbatch.lint]
 select = ["ALL"]            # codes or their beginnings; instead of the rules that are on by default
-extend-select = ["BB103"]   # besides them
 ignore = ["BB5"]
 exclude = ["legacy", "*_old.py"]
 """
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import translate
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from bigbatch_lint.rules import RULES
 
-_KEYS = ("exclude", "extend-select", "ignore", "select")
+_KEYS = ("exclude", "ignore", "select")
 # What is installed, made or kept by tools; ruff leaves out the same.
 EXCLUDED = tuple(
     ".bzr .direnv .eggs .git .git-rewrite .hg .hypothesis .ipynb_checkpoints .mypy_cache .nox .pants.d .pyenv "
@@ -35,8 +36,7 @@ class UsageError(Exception):
 class Settings:
     """What one pyproject.toml says, or the command line."""
 
-    select: tuple[str, ...] | None = None
-    extend_select: tuple[str, ...] = ()
+    select: tuple[str, ...] = ("ALL",)
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     folder: Path = Path()  # where it says so
@@ -44,31 +44,18 @@ class Settings:
 
     def codes(self, command: "Settings | None" = None) -> frozenset[str]:
         """Return the codes that are selected and not ignored; of two beginnings that fit, the longer one decides."""
-        given = command or Settings()
-        select = given.select or self.select
-        extend, ignore = (*self.extend_select, *given.extend_select), (*self.ignore, *given.ignore)
-        for code in (*(select or ()), *extend, *ignore):
-            if code != "ALL" and not any(rule.startswith(code) for rule in RULES):
+        given = command or Settings(())
+        select, ignore = given.select or self.select, (*self.ignore, *given.ignore)
+        for code in {*select, *ignore} - {"ALL"}:
+            if not any(rule.startswith(code) for rule in RULES):
                 raise UsageError(f"no rule's code begins with {code!r}\nhint: The rules are {', '.join(RULES)}.")
-        wanted = (*(("ALL",) if select is None else select), *extend)
-        return frozenset(code for code in RULES if _fit(code, wanted) > _fit(code, ignore))
+        return frozenset(code for code in RULES if _fit(code, select) > _fit(code, ignore))
 
 
 def _fit(code: str, beginnings: Iterable[str]) -> int:
     """Return how much of a code its best beginning fits; -1 if none does."""
-    fits = [0 if each == "ALL" else len(each) for each in beginnings if each == "ALL" or code.startswith(each)]
-    return max(fits, default=-1)
-
-
-def settings_of(file: Path, known: dict[Path, Settings | None]) -> Settings:
-    """Return what the nearest pyproject.toml with a [tool.bigbatch.lint] says; each one is read once."""
-    # Unlike Path.resolve, realpath takes a link that leads to itself for what it is.
-    for folder in Path(os.path.realpath(file)).parents:
-        if folder not in known:
-            known[folder] = read_settings(folder / "pyproject.toml")
-        if (found := known[folder]) is not None:
-            return found
-    return Settings()
+    known = (each.replace("ALL", "") for each in beginnings)
+    return max((len(each) for each in known if code.startswith(each)), default=-1)
 
 
 def read_settings(path: Path) -> Settings | None:
@@ -91,13 +78,19 @@ def read_settings(path: Path) -> Settings | None:
         if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             problem = f"{path}: {key} in [tool.bigbatch.lint] must be a list of strings; found {value!r}"
             raise UsageError(f'{problem}\nhint: Write  {key} = ["BB103"]')
-    lists: dict[str, Any] = {key.replace("-", "_"): tuple(value) for key, value in table.items()}
+    lists: dict[str, Any] = {key: tuple(value) for key, value in table.items()}
     settings = Settings(**lists, folder=path.parent)
     try:
         settings.codes()
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     return settings
+
+
+def settings_of(file: Path, read: Callable[[Path], Settings | None] = read_settings) -> Settings:
+    """Return what the nearest pyproject.toml with a [tool.bigbatch.lint] says; `file` has no links."""
+    found = (read(folder / "pyproject.toml") for folder in file.parents)
+    return next((each for each in found if each is not None), Settings())
 
 
 def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Iterator[Path]:
@@ -108,12 +101,18 @@ def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Ite
 def _walk(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         here = Path(root)
-        folders[:] = sorted(name for name in folders if not fits(here / name, folder, patterns))
+        folders[:] = sorted(name for name in folders if not is_excluded(here / name, folder, patterns))
         scripts = (here / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
-        yield from (file for file in scripts if not fits(file, folder, patterns))
+        yield from (file for file in scripts if not is_excluded(file, folder, patterns))
 
 
-def fits(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:
-    """Tell whether a pattern fits the name, or the path below `base`: `build`, `*_old.py`, `scripts/legacy`."""
-    below = path.relative_to(base).as_posix() if path.is_relative_to(base) else path.as_posix()
-    return any(fnmatch(path.name, pattern) or fnmatch(below, pattern.rstrip("/")) for pattern in patterns)
+def is_excluded(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:
+    """Tell whether a pattern fits a file or a folder around it, by name or path below `base`: `build`, `old/*.py`."""
+    below = Path(os.path.relpath(path, base))
+    names = [text for each in (below, *below.parents) for text in (each.name, each.as_posix())]
+    return any(map(_any_of(patterns).match, names))
+
+
+@cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(translate(each.rstrip("/")) for each in patterns) or "(?!)")

@@ -24,12 +24,6 @@ _NOQA = re.compile(
 )
 
 
-class _Unreadable(Exception):
-    def __init__(self, why: str, line: int = 1, column: int = 1) -> None:
-        super().__init__(why)
-        self.why, self.line, self.column = why, line, column
-
-
 @dataclass
 class Source:
     """A file: its text as Python (of a notebook: the joined code), its tree, and where its lines are."""
@@ -49,32 +43,32 @@ class Source:
 def read_source(path: str, data: bytes | None = None) -> Source:
     """Read and parse a file; what cannot be read has an empty tree and says why. `data` stands in for its content."""
     source = Source(path, "", ast.Module(body=[], type_ignores=[]), [])
-    broken: list[_Unreadable] = []
+    broken: list[SyntaxError] = []
     try:
         source.text = _decoded(path, data)
         if path.endswith(".ipynb"):
             source.text, source.cells = _joined(source.text, broken)
         source.tree = _parsed(source.text)
-    except _Unreadable as error:
+    except SyntaxError as error:
         broken.insert(0, error)
     for each in broken:
-        cell, line = source.place(each.line)
+        cell, line = source.place(max(each.lineno or 1, 1))
         place = f"cell {cell}:{line}" if cell else str(line)
-        source.problems += (f"{path}:{place}:{each.column}: cannot be checked: {each.why}",)
+        source.problems += (f"{path}:{place}:{max(each.offset or 1, 1)}: cannot be checked: {each.msg}",)
     return source
 
 
 def _decoded(path: str, data: bytes | None) -> str:
     try:
         if data is None and Path(path).is_fifo():
-            raise _Unreadable("it is a named pipe; use - for standard input")
+            raise SyntaxError("it is a named pipe; use - for standard input")
         data = Path(path).read_bytes() if data is None else data
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         return io.TextIOWrapper(io.BytesIO(data), encoding).read()
     except OSError as error:
-        raise _Unreadable(error.strerror or str(error)) from error
-    except (SyntaxError, LookupError, ValueError) as error:
-        raise _Unreadable(f"it is no text: {error}") from error
+        raise SyntaxError(error.strerror or str(error)) from error
+    except (LookupError, ValueError) as error:
+        raise SyntaxError(f"it is no text: {error}") from error
 
 
 def _parsed(text: str) -> ast.Module:
@@ -82,21 +76,16 @@ def _parsed(text: str) -> ast.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an invalid escape in their string is not our business
             return ast.parse(text)
-    except SyntaxError as error:
-        raise _Unreadable(error.msg, max(error.lineno or 1, 1), max(error.offset or 1, 1)) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise _Unreadable(str(error) or "it is nested too deeply") from error
+        raise SyntaxError(str(error) or "it is nested too deeply") from error
 
 
-def _joined(text: str, broken: list[_Unreadable]) -> tuple[str, list[tuple[int, int]]]:
+def _joined(text: str, broken: list[SyntaxError]) -> tuple[str, list[tuple[int, int]]]:
     """Join the code cells of a notebook's JSON; return also number and first line of each. Add what is no Python."""
     try:
-        notebook = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _Unreadable(f"it is no notebook: no JSON: {error}") from error
-    found = notebook.get("cells") if isinstance(notebook, dict) else None
-    if not isinstance(found, list):
-        raise _Unreadable("it is no notebook: no list of cells")
+        found = [*json.loads(text)["cells"]]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise SyntaxError(f"it is no notebook: no JSON with a list of cells: {error}") from error
     cells: list[tuple[int, int]] = []
     joined: list[str] = []
     for number, cell in enumerate(found, start=1):
@@ -108,15 +97,16 @@ def _joined(text: str, broken: list[_Unreadable]) -> tuple[str, list[tuple[int, 
         cells.append((number, len(joined) + 1))
         try:
             joined += _as_python(code).split("\n")
-        except _Unreadable as error:
-            broken.append(_Unreadable(error.why, len(joined) + 1))
+        except SyntaxError as error:
+            error.lineno = len(joined) + (error.lineno or 1)
+            broken.append(error)
             joined += [""] * (code.count("\n") + 1)
     return "\n".join(joined), cells
 
 
 def _as_python(code: str) -> str:
     """Return code that parses, with as many lines."""
-    with suppress(_Unreadable):
+    with suppress(SyntaxError):
         _parsed(code)
         return code
     lines = code.split("\n")
@@ -131,14 +121,14 @@ def _as_python(code: str) -> str:
 def read_noqa(text: str) -> dict[int, tuple[str, ...]]:
     """Return the beginnings of codes that comments silence, by line; 0 is the whole file. An empty one fits all.
 
-    `# noqa` silences everything on its line, `# noqa: BB201,BB2` some rules; `# bigbatch: noqa` does so in the file.
+    `# noqa` after code silences its line, `# noqa: BB201,BB2` some rules; `# bigbatch: noqa` does so in the file.
     """
     silenced: dict[int, tuple[str, ...]] = defaultdict(tuple)
     # Strings that look like a comment are none, and the tokens end where the text is no Python.
     with suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(io.StringIO(text).readline) if "noqa" in text.lower() else ():
             found = _NOQA.search(token.string) if token.type == tokenize.COMMENT else None
-            if found:
+            if found and (found["whole"] or not token.line.lstrip().startswith("#")):
                 codes = re.split(r"[\s,]+", found["codes"].upper()) if found["codes"] else [""]
                 silenced[0 if found["whole"] else token.start[0]] += tuple(codes)
     return silenced
