@@ -1,6 +1,5 @@
 """From paths to findings: which files, which rules for each, what they find."""
 
-import ast
 import os
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -12,8 +11,8 @@ from bigbatch_lint.reading.source import Source, read_noqa, read_source
 from bigbatch_lint.rules import RULES, find
 
 # A file without one of each holds no training loop, and is not run.
-_GRADIENTS = ("backward", "_grad", "training_step", "compute_loss")
-_STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "def compute_loss", "clear_grad")
+_GRADIENTS = ("backward", "_grad", "training_step")
+_STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "clear_grad")
 Checked = tuple[list[Finding], tuple[str, ...]]  # what is found, and why something was not checked
 
 
@@ -51,17 +50,12 @@ def check(source: Source, codes: Collection[str] = frozenset(RULES)) -> list[Fin
     found = set()
     for code, node, message in hits:
         first, rule = getattr(node, "lineno", 1), RULES[code]
-        last = _last_line(node, first)
+        body = getattr(node, "body", None)
+        # Where a statement ends; of one that holds others, its head.
+        last = max(first, body[0].lineno - 1 if isinstance(body, list) else getattr(node, "end_lineno", first))
         if not code.startswith(tuple(each for line in (0, *range(first, last + 1)) for each in silenced.get(line, ()))):
             place = (source.path, *source.place(first), getattr(node, "col_offset", 0) + 1)
             end = place[2] + last - first
             said = (rule.slug, rule.severity, message, rule.remedy)
             found.add(Finding(*place, code, *said, end, lines[first - 1].strip()))
     return sorted(found)
-
-
-def _last_line(node: ast.AST, first: int) -> int:
-    """Return where a statement ends; of one that holds others, its head."""
-    body = getattr(node, "body", None)
-    last: int = body[0].lineno - 1 if isinstance(body, list) else getattr(node, "end_lineno", None) or first
-    return max(first, last)

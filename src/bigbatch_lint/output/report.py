@@ -56,13 +56,14 @@ def as_text(finding: Finding) -> str:
 
 def as_github(finding: Finding) -> str:
     """Return a finding as GitHub's runners turn it into an annotation."""
-    place = f",line={finding.line},endLine={finding.end_line},col={finding.column}"
-    title = f"{finding.code} {finding.slug}"
-    if finding.cell:  # its line is the cell's, and GitHub would look for it in the JSON
-        place, title = "", f"{title} (cell {finding.cell}, line {finding.line})"
-    path, title = (
-        escaped(each.translate({ord(c): f"%{ord(c):02X}" for c in "%\r\n:,"})) for each in (finding.path, title)
+    # The line of a cell is said in words: GitHub would look for it in the JSON.
+    cell = f" (cell {finding.cell}, line {finding.line})" if finding.cell else ""
+    place = "" if cell else f",line={finding.line},endLine={finding.end_line},col={finding.column}"
+    percents, texts = (
+        {ord(c): f"%{ord(c):02X}" for c in "%\r\n:,"},
+        (finding.path, f"{finding.code} {finding.slug}{cell}"),
     )
+    path, title = (escaped(each.translate(percents)) for each in texts)
     message = escaped(f"{finding.message}; fix: {finding.remedy}".replace("%", "%25"))
     return f"::{finding.severity} file={path}{place},title={title}::{message}\n"
 

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from typing import Any
 
@@ -19,10 +19,8 @@ from bigbatch_lint.reading.names import (
     walk,
 )
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 LONGEST_WINDOW = 64  # more is a batch size
-_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp)
+_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp)
 _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygrad"}
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
 _HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
@@ -44,19 +42,15 @@ class Module:
                 first = name.name if home else name.name.partition(".")[0]
                 self.imports[name.asname or first] = home + (name.name if name.asname else first)
         self.classes: dict[str, ast.ClassDef] = {node.name: node for node in self.of(ast.ClassDef)}
-        self.functions: list[FunctionDef] = [*self.of(ast.FunctionDef), *self.of(ast.AsyncFunctionDef)]
+        self.functions: list[ast.FunctionDef] = self.of(ast.FunctionDef)
         self.calls: list[ast.Call] = self.of(ast.Call)
         self.words = {node.id if isinstance(node, ast.Name) else node.attr for node in self.of(ast.Name, ast.Attribute)}
         self.keywords = {node.arg or "" for node in self.of(ast.keyword)}
-        yields = self.of(ast.Yield, ast.YieldFrom)
-        self.generators = {each for node in yields for each in self._around(node) if isinstance(each, FUNCTIONS)}
-        # Closures are called by an optimizer's step.
-        closures = {dotted(each) for call in self.calls if called_name(call) == "step" for each in call.args}
-        self.called = {called_name(call) for call in self.calls} | closures
+        self.generators = {each for node in self.of(ast.Yield, ast.YieldFrom) for each in self._around(node)}
+        self.called = {called_name(call) for call in self.calls}
         self.trains: set[ast.AST] = set()
         self.holds_loop: set[ast.AST] = set()
         self._find_training_parts()
-        self.moduli: set[str] = set()
         self.steps_text, self.is_guess, self.steps = self._window()
 
     def of(self, *kinds: type[ast.AST]) -> list[Any]:
@@ -91,69 +85,52 @@ class Module:
         first, dot, rest = text.partition(".")
         return self.imports.get(first, first) + dot + rest
 
-    def _family(self, cls: ast.ClassDef) -> list[ast.ClassDef]:
-        """Return a class and its bases in this file."""
-        family = [cls]
-        for each in family:  # grows on the way
-            known = [self.classes.get(last_part(dotted(base))) for base in each.bases]
-            family += [base for base in known if base is not None and base not in family]
-        return family
-
-    def method(self, cls: ast.ClassDef | None, name: str) -> FunctionDef | None:
-        """Return a method of a class or of its bases in this file."""
-        members = [member for each in (self._family(cls) if cls else ()) for member in each.body]
-        return next((each for each in members if isinstance(each, FUNCTIONS) and each.name == name), None)
-
-    def bases(self, cls: ast.ClassDef) -> set[str]:
-        """Return the names of all bases."""
-        return {last_part(dotted(base)) for each in self._family(cls) for base in each.bases} - {""}
+    def method(self, cls: ast.ClassDef | None, name: str) -> ast.FunctionDef | None:
+        """Return a method of a class."""
+        members = cls.body if cls else ()
+        return next((each for each in members if isinstance(each, ast.FunctionDef) and each.name == name), None)
 
     def _find_training_parts(self) -> None:
         """Find what is around a backward, also through calls of functions; and what of it holds a loop that trains."""
         by_name: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
             by_name[called_name(call)].append(call)
-        left: list[tuple[ast.AST | None, bool]] = [(call, False) for call in self.calls if _is_backward(call)]
+        names = {name for name in by_name if name in {"backward", "manual_backward"} or role_of(name) == "scaler"}
+        left: list[tuple[ast.AST | None, bool]] = [(call, False) for name in names for call in by_name[name]]
         while left:
             node, inside = left.pop()
             while node is not None and not (node in self.trains and (not inside or node in self.holds_loop)):
                 self.trains.add(node)
                 if inside:
                     self.holds_loop.add(node)
-                if isinstance(node, FUNCTIONS):
+                if isinstance(node, ast.FunctionDef):
                     left += [(call, inside) for call in by_name[node.name] if not _is_torchs(call)]
                 inside = inside or isinstance(node, _LOOPS)
                 node = self.parents.get(node)
 
-    # How many micro-batches a window has.
     def _window(self) -> tuple[str, bool, int]:
         """Return the name that says so, whether the number is a guess, and the number."""
         values = dict(reversed(list(self._constants())))  # the first one of a name
         boundaries = list(self._boundaries())
-        first = boundaries[0] if boundaries else None
-        self.moduli.update({last_part(dotted(each)) for each in boundaries} - {""})
-        written = [each for each in [getattr(first, "value", None)] if type(each) is int]
+        names = [dotted(each) for each in boundaries if dotted(each)] + [n for n in values if announces_steps(n)]
+        self.moduli = {last_part(dotted(each)) for each in boundaries} - {""}
+        written = [each for each in [getattr([*boundaries, None][0], "value", None)] if type(each) is int]
         written += [value for name, value in values.items() if name in self.moduli]
         announced = [value for name, value in values.items() if announces_steps(name)]
-        words = [word for call in self.calls for word in call.keywords if announces_steps(word.arg or "")]
-        said = [value for value in (getattr(word.value, "value", None) for word in words) if type(value) is int]
-        sure = written if boundaries else announced
-        sizes = [size for size in (*sure, *announced, *said) if 1 < size <= LONGEST_WINDOW]
-        names = [dotted(each) for each in boundaries if dotted(each)] + [n for n in values if announces_steps(n)]
-        return [*names, ""][0], not (sure and sizes), [*sizes, 4 if boundaries else 2][0]
+        sure = [size for size in (written if boundaries else announced) if 1 < size <= LONGEST_WINDOW]
+        sizes = sure + [size for size in announced if 1 < size <= LONGEST_WINDOW]
+        return [*names, ""][0], not sure, [*sizes, 4 if boundaries else 2][0]
 
     def _constants(self) -> Iterator[tuple[str, int]]:
         """Yield the names that are bound to a number."""
-        for node in self.of(ast.Assign, ast.Dict, ast.arguments):
-            pairs: list[tuple[object, ast.expr | None]]
+        for node in self.of(ast.Assign, ast.Dict, ast.arguments, ast.keyword):
+            pairs: Iterable[tuple[object, ast.AST]] = [(getattr(node, "arg", ""), getattr(node, "value", node))]
             if isinstance(node, ast.Assign):
-                pairs = [(last_part(dotted(target)), node.value) for target in node.targets]
+                pairs = ((last_part(dotted(target)), node.value) for target in node.targets)
             elif isinstance(node, ast.Dict):
-                pairs = [
-                    (getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)
-                ]
-            else:
-                pairs = [(a.arg, d) for a, d in zip(reversed(node.args), reversed(node.defaults))]  # noqa: B905
+                pairs = ((getattr(key, "value", ""), value) for key, value in zip(node.keys, node.values, strict=True))
+            elif isinstance(node, ast.arguments):
+                pairs = ((a.arg, d) for a, d in zip(reversed(node.args), reversed(node.defaults)))  # noqa: B905
             numbers = ((str(name), getattr(value, "value", None)) for name, value in pairs)
             yield from ((name, number) for name, number in numbers if type(number) is int)
 
@@ -161,13 +138,10 @@ class Module:
         """Yield what conditions on an update divide or compare by."""
         bound: dict[str, ast.expr] = {}
         for node in self.of(ast.Assign):
-            bound.setdefault(dotted(node.targets[0]) if len(node.targets) == 1 else "", node.value)
-        updates = [call for call in self.calls if called_name(call) in UPDATES]
-        homes = [next((each for each in self._around(call) if isinstance(each, FUNCTIONS)), None) for call in updates]
-        stepping = UPDATES | {home.name for home in homes if home is not None}
+            bound.setdefault(dotted(node.targets[0]) or "-", node.value)
+        stepping = UPDATES | {each.name for each in self.functions if _calls_any(walk(each), UPDATES)}
         for test in (node.test for node in self.of(ast.If) if decides_on_update(node, stepping)):
-            named = [bound[dotted(each)] for each in walk(test) if dotted(each) and dotted(each) in bound]
-            for each in [test, *named]:
+            for each in [test, *(bound[dotted(each)] for each in walk(test) if dotted(each) in bound)]:
                 yield from _boundaries_in(each)
 
 
@@ -179,11 +153,6 @@ def mentions(node: ast.AST) -> tuple[frozenset[str], bool]:
     return frozenset(map(dotted, below)) - {""}, not calls <= _HARMLESS
 
 
-def _is_backward(call: ast.Call) -> bool:
-    name = called_name(call)
-    return name in {"backward", "manual_backward"} or (role_of(name) == "scaler" and len(call.args) > 1)
-
-
 def _is_torchs(call: ast.Call) -> bool:
     """Tell `model.train()` and `optimizer.step()` from methods of the file that are called so."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
@@ -192,10 +161,12 @@ def _is_torchs(call: ast.Call) -> bool:
 
 def decides_on_update(node: ast.If, names: set[str]) -> bool:
     """Tell whether a condition calls one of these functions, or skips them by a remainder."""
-    body = (each for statement in node.body for each in walk(statement))
-    calls = any(isinstance(each, ast.Call) and called_name(each) in names for each in body)
-    skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
-    return calls or (skips and any(isinstance(each, ast.Mod) for each in walk(node.test)))
+    skips = isinstance(node.body[0], ast.Continue) and any(isinstance(each, ast.Mod) for each in walk(node.test))
+    return skips or _calls_any((each for statement in node.body for each in walk(statement)), names)
+
+
+def _calls_any(nodes: Iterable[ast.AST], names: set[str]) -> bool:
+    return any(isinstance(each, ast.Call) and called_name(each) in names for each in nodes)
 
 
 def _boundaries_in(test: ast.expr) -> Iterator[ast.expr]:

@@ -5,11 +5,10 @@ import re
 from functools import cache, lru_cache
 from typing import Literal
 
-# What a thing is for. A count is of what a mask leaves; a context is of a `with`; "nothing" is what
-# `next(batches, None)` returns at the end.
+# What a thing is for. A count is of what a mask leaves; a context is of a `with`.
 Role = Literal[
     "scaler", "scheduler", "optimizer", "accelerator", "fabric", "engine", "criterion", "model", "mask", "count",
-    "gradient", "context", "nothing",
+    "gradient", "context",
 ]  # fmt: skip
 
 _STEPS = re.compile(

@@ -13,8 +13,7 @@ from bigbatch_lint.rules.windows import Shape, TrainingLoop, Window, rounds_in, 
 from bigbatch_lint.running.values import Event, Kind
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
-_TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
-_NAMES = {"accelerator": "Accelerate", "lightning": "Lightning", "trainer": "Trainer", "engine": "the engine"}
+_NAMES = {"accelerator": "Accelerate", "lightning": "Lightning", "engine": "the engine"}
 # What takes BatchNorm out of a network, or stops it from normalizing by the batch.
 _REPLACED = {"convert_to_groupnorm", "batch_norm_to_group_norm", "freeze_batch_norm", "freeze_bn"}
 _REPLACED |= {"convert_frozen_batchnorm", "FrozenBatchNorm2d"}
@@ -50,7 +49,6 @@ def _rule(code: str, severity: Severity, remedy: str, *shapes: Shape) -> Callabl
     return register
 
 
-# BB1: which micro-batches enter a step.
 @_rule("BB101", "error", "clear gradients right after the step, under the same condition")
 def _zero_grad_inside_window(loop: TrainingLoop) -> Iterator[Hit]:
     event, before_step = loop.zeroed or (None, False)
@@ -70,8 +68,7 @@ def _step_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
 
 @_rule("BB103", "warning", "step once more for the rest, divided by the number of micro-batches in it")
 def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
-    by_lightning = loop.backwards[0].via == "lightning" or "automatic_optimization" in loop.module.words
-    if loop.has_framework or not loop.steps_inside or (loop.is_function and not by_lightning):
+    if loop.has_framework or not loop.steps_inside:
         return
     ended = [each for each in loop.leftovers if each.end.is_exhausted and 0 < rounds_in(each.backwards) < loop.steps]
     at = loop.first_round
@@ -147,7 +144,6 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
         yield after[0].node, text
 
 
-# BB2: the weights.
 @_rule("BB201", "error", "divide each loss by the number of micro-batches in its window")
 def _loss_not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     size, own = (loop.whole[0].size, loop.whole[0].backwards) if loop.whole else (0, [])
@@ -192,8 +188,7 @@ def _masked_mean_divided_by_constant(loop: TrainingLoop) -> Iterator[Hit]:
         yield node, f"each micro-batch's mean is over its own number of targets, {why}"
 
 
-# BB3: what belongs between the last backward and the step.
-def _misplaced(loop: TrainingLoop, kind: Kind, early: str, late: Callable[[Event], str]) -> Iterator[Hit]:
+def _misplaced(loop: TrainingLoop, kind: Kind, early: str, late: str) -> Iterator[Hit]:
     """Yield what happens in the loop before a window's last backward; and between a step and the next backward."""
     order = {event: place for place, event in enumerate(loop.events)}
     ends = [(window, order[window.backwards[-1]]) for window in loop.windows if window.size > 1]
@@ -205,15 +200,15 @@ def _misplaced(loop: TrainingLoop, kind: Kind, early: str, late: Callable[[Event
         if event.kind in {"step", "backward"}:
             has_stepped = event.kind == "step"
         elif event.kind == kind and has_stepped and event.node not in nodes:
-            yield event.node, late(event)
+            yield event.node, late
 
 
 @_rule("BB301", "error", "clip once, after the window's last backward and before the step", "plain", "accumulating")
 def _clip_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
-    before = {event.node for event in loop.events[: loop.events.index(loop.backwards[0])]}
     early = "partial sums are clipped with every micro-batch, not the window's gradient once"
-    why = ("after the step that used it", "before backward has added to it")
-    yield from _misplaced(loop, "clip", early, lambda event: f"the gradient is clipped {why[event.node in before]}")
+    yield from _misplaced(
+        loop, "clip", early, "the gradient is clipped after a step and before backward has added to it"
+    )
 
 
 @_rule(
@@ -221,13 +216,13 @@ def _clip_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
 )
 def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
     early = "gradients are unscaled with every micro-batch: what is added later is still scaled"
-    yield from _misplaced(loop, "unscale", early, lambda _: "gradients are unscaled after the step that used them")
+    yield from _misplaced(loop, "unscale", early, "gradients are unscaled after the step that used them")
     scaled = any(event.via == "scaler" for event in loop.backwards) and not loop.of("handed", around=True)
     unscaled = False
     for event in loop.events if scaled else ():
         if event.kind in {"unscale", "step"}:
             unscaled = event.kind == "unscale"
-        elif event.kind == "clip" and not unscaled and event.subject.rpartition(".")[2] in _TORCH_CLIPS:
+        elif event.kind == "clip" and not unscaled:
             yield event.node, "gradients are clipped while they are still multiplied by the scaler's scale"
 
 
@@ -251,7 +246,6 @@ def _scheduler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
     return _repeated(loop, "scheduler", f"the schedule advances {loop.steps_text} times per update")
 
 
-# BB4: several devices.
 @_rule("BB401", "warning", "run forward and backward of all but the last micro-batch under model.no_sync()")
 def _ddp_without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
     if not loop.has_framework and not loop.module.words & _NO_SYNC and _is_distributed(loop.module):
@@ -283,7 +277,6 @@ def _no_sync_around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
                 yield block.made or event.node, f"forward runs outside no_sync, backward inside: {why}"
 
 
-# BB5 and BB6: the loss besides backward, and layers that see the micro-batch.
 @_rule("BB501", "error", "add loss.detach(), and read it once per window or epoch", *_ALL)
 def _running_loss_keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
     everything = frozenset().union(*(event.loss.origins for event in loop.backwards))
@@ -298,8 +291,8 @@ def _running_loss_keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
 def _batch_norm_under_accumulation(loop: TrainingLoop) -> Iterator[Hit]:
     # Under a framework, somebody must say that there is more than one micro-batch to a window.
     is_certain = not loop.has_framework or loop.is_announced or loop.divides
-    models = frozenset(event.subject for event in loop.of("forward"))
     text = "BatchNorm normalises by each micro-batch's statistics, not by the big batch's: accumulation is an "
+    models = frozenset(event.subject for event in loop.of("forward"))
     call = _brings_batch_norm(loop.module, models) if is_certain else None
     if call is not None:
         yield call, f"{text}approximation here"
@@ -308,16 +301,12 @@ def _batch_norm_under_accumulation(loop: TrainingLoop) -> Iterator[Hit]:
 @lru_cache(maxsize=8)  # asked for each loop of a file
 def _brings_batch_norm(module: Module, models: frozenset[str]) -> ast.Call | None:
     """Return the first layer or network with BatchNorm; None where it is replaced, frozen or in evaluation mode."""
-    modes = {dotted(call.func) for call in module.calls if isinstance(call.func, ast.Attribute)}
-    evaluated = {mode[: -len(".eval")] for mode in modes if mode.endswith(".eval")}
-    evaluated = {name for name in evaluated if f"{name}.train" not in modes}
-    # `if isinstance(module, nn.BatchNorm2d): module.eval()`
-    tests = [node.test for node in module.nodes if isinstance(node, ast.If)]
-    is_frozen = any("BatchNorm" in word for word in module.words) and any("BatchNorm" in ast.unparse(t) for t in tests)
-    if (models and models <= evaluated) or module.words & _REPLACED or is_frozen:
+    modes = {dotted(call.func).rpartition(".")[::2] for call in module.calls}
+    evaluated = {name for name, mode in modes if mode == "eval" and (name, "train") not in modes}
+    if (models and models <= evaluated) or module.words & _REPLACED:
         return None
-    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
-    frozen = {each for node in assigned if evaluated & {*map(dotted, node.targets)} for each in walk(node.value)}
+    made = [node.value for node in module.of(ast.Assign) if evaluated & {*map(dotted, node.targets)}]
+    frozen = {each for value in made for each in walk(value)}
     return next((call for call in module.calls if call not in frozen and _has_batch_norm(module, call)), None)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from bigbatch_lint.reading.module import FUNCTIONS, Module
+from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import announces_steps, role_of
 from bigbatch_lint.running.values import Division, Event, Kind
 
@@ -63,10 +63,10 @@ class TrainingLoop:
         self.first_round = own[0].round_of(node)
         self.kind = self.first_round.kind if self.first_round is not None else ""
         # A function that is called with every micro-batch stands for a loop that is not in the file.
-        self.is_function = isinstance(node, FUNCTIONS)
+        self.is_function = isinstance(node, ast.FunctionDef)
         self.divides = any(event.divides for event in own)
         accumulates = any(each.context == "accumulate" for event in own for each in event.contexts)
-        self.has_framework = accumulates or any(event.via in {"lightning", "trainer"} for event in own)
+        self.has_framework = accumulates or any(event.via == "lightning" for event in own)
         rounds = (event.round_of(node) for event in own)
         self.passes = len({each.passage for each in rounds if each is not None})
         self.windows: list[Window] = []
@@ -152,7 +152,7 @@ class TrainingLoop:
             return each[0], False
         empty = [window for window in self.windows if not window.backwards]
         stepped = any(window.is_inside for window in empty) or len(empty) == len(self.windows)
-        zero = next((zero for lost, zero in self.lost if len(lost) > 1), self.lost[0][1])
+        zero = self.lost[0][1]
         # Gradients may come from elsewhere between a clear and the step after it.
         kinds = {"step", "forward", "handed", "rescale", "backward"}
         after = next((each for each in self.events[self.events.index(zero) + 1 :] if each.kind in kinds), None)

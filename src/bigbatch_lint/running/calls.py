@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from bigbatch_lint.reading.names import PIECES, announces_steps, last_part, role_made_by
+from bigbatch_lint.reading.names import PIECES, last_part, role_made_by
 from bigbatch_lint.running.machine import Call, Machine, batch, computed
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Items, Kind, Loss, Opaque, Via
 
@@ -24,17 +24,14 @@ _ON_GRADIENTS: dict[str, tuple[Kind, str | None]] = {
 }  # fmt: skip
 
 
-# Calls that train: backward, step, clear, scale, and what frameworks have for them.
 def _backward(machine: Machine, call: Call) -> object:
     first, receiver, role = call.args[0] if call.args else None, call.receiver, call.role
     loss, via, steps = Loss.given(first), "torch", getattr(receiver, "steps", None)
     divides: bool | None = False
-    if call.name == "manual_backward" or call.full.startswith("torch."):
-        pass
-    elif role == "accelerator":
+    if role == "accelerator":
         via, divides = role, steps not in {None, 1} if call.is_made else None
-    elif role == "fabric":
-        via, loss = role, replace(loss, weight=None) if len(call.args) > 1 else loss
+    elif role == "fabric" or call.name == "manual_backward" or call.full.startswith("torch."):
+        pass
     elif role is None and (isinstance(receiver, Loss) or not isinstance(first, Loss)):
         loss = Loss.given(receiver)
         via = "scaler" if loss.is_scaled else "torch"
@@ -52,9 +49,7 @@ def _step(machine: Machine, call: Call) -> object:
         return machine.emit("step", call.node, via="scaler", subject=call.written(0))
     if call.role not in {"optimizer", "engine"}:
         return NotImplemented
-    made = getattr(call.receiver, "made", None)
-    told = isinstance(made, ast.Call) and any(announces_steps(word.arg or "") for word in made.keywords)
-    via: Via = "engine" if told or call.role == "engine" else "torch"
+    via: Via = "engine" if call.role == "engine" else "torch"
     notes = {"is_unprepared": call.is_made, "has_closure": bool(call.args)}
     return machine.emit("step", call.node, via=via, subject=call.on, **notes)
 
@@ -71,7 +66,6 @@ def _context(_: Machine, call: Call) -> object:
     return Opaque(subject, "context", made=call.node, context=call.name.replace("no_backward_sync", "no_sync"))
 
 
-# Calls that make things.
 def make(machine: Machine, call: Call) -> object:
     """Return what a function makes by its name; NotImplemented if that does not say."""
     if call.name.endswith("Loss") and call.name[:1].isupper():
@@ -138,8 +132,7 @@ def _enumerate(machine: Machine, call: Call) -> object:
 def _zip(machine: Machine, call: Call) -> object:
     parts = [_items(machine, call, position) for position in range(len(call.args))]
     known = [each for each in parts if each.length is not None]
-    sure = [each for each in known if each.kind != "loader"] or known
-    shortest = min(sure, key=lambda each: each.length or 0, default=Items(None, batch, "endless"))
+    shortest = min(known, key=lambda each: each.length or 0, default=Items(None, batch, "endless"))
     kind = next((each.kind for each in known if each.kind != "range"), "range" if known else "endless")
     return Items(shortest.length, lambda k: tuple(each.item(k) for each in parts), kind, shortest.is_known)
 
@@ -173,7 +166,6 @@ def _pieces(machine: Machine, call: Call) -> object:
     return Items(count, lambda k: Loss.of(("piece", id(call), k)), "pieces")
 
 
-# Calls on tensors, losses, numbers and containers.
 def _loss(machine: Machine, call: Call) -> object:
     reduction, masked = _reduction(machine, call)
     return Loss.of(id(call.node), reduction=reduction, masked=masked)
@@ -191,27 +183,15 @@ def _reduced(_: Machine, call: Call) -> object:
     if isinstance(call.receiver, Loss):
         whole = call.name == "mean" or (not call.args and "dim" not in call.words)
         return replace(call.receiver, reduction=call.name if whole else "none")
-    parts = [call.first.item(0)] if isinstance(call.first, Items) else call.first
-    if call.on or not isinstance(parts, list) or not parts:
-        return NotImplemented
-    losses = [each for each in parts if isinstance(each, Loss)]
-    if not losses:
-        return computed(sum, parts)
-    return replace(Loss.sum_of(call.node, losses), weight=losses[0].weight if len(losses) == len(parts) else None)
+    return NotImplemented
 
 
 def _number(machine: Machine, call: Call) -> object:
+    if call.args and all(isinstance(each, PLAIN) for each in call.args) and call.name in _NUMBER_FUNCTIONS:
+        return computed(_NUMBER_FUNCTIONS[call.name], *call.args)
     counts = [each for each in (call.receiver, *call.args) if isinstance(each, Opaque) and each.role == "count"]
     if counts or (isinstance(call.receiver, (Loss, Opaque)) and not call.args):
         return [*counts, call.receiver][0]
-    if call.name not in _NUMBER_FUNCTIONS:
-        return NotImplemented
-    if call.args and all(isinstance(each, PLAIN) for each in call.args):
-        return computed(_NUMBER_FUNCTIONS[call.name], *call.args)
-    if call.name == "divmod":
-        return UNKNOWN, Opaque(is_setting=False, is_remainder=True)
-    if call.name in {"float", "int", "bool", "abs", "round"}:
-        return call.first.detached() if isinstance(call.first, Loss) else call.first
     return Opaque(is_setting=not machine.varies(call.node))
 
 
@@ -227,9 +207,9 @@ def _divided(machine: Machine, call: Call) -> object:
     return found
 
 
-def _change_list(machine: Machine, call: Call) -> object:
+def _append(machine: Machine, call: Call) -> object:
     known = call.receiver if isinstance(call.receiver, list) else []
-    known[:] = [] if call.name == "clear" else [*known[-_LONGEST_LIST:], *call.args[:1]]
+    known[:] = [*known[-_LONGEST_LIST:], *call.args[:1]]
     if isinstance(call.first, Loss) and call.first.live and call.on:
         machine.emit("keep", call.node, loss=call.first, subject=call.on)
     return None
@@ -261,15 +241,8 @@ def _next(_: Machine, call: Call) -> object:
     items = call.first
     if not isinstance(items, Items):
         return batch()
-    if items.length is not None and items.taken >= items.length and len(call.args) > 1:
-        return Opaque("None", "nothing") if call.args[1] is None else call.args[1]
     items.taken += 1
     return items.item((items.taken - 1) % items.length if items.length else items.taken - 1)
-
-
-def _enter(machine: Machine, call: Call) -> object:
-    machine.contexts += [call.first] if isinstance(call.first, Opaque) and call.first.role == "context" else []
-    return call.first
 
 
 def _same(_: Machine, call: Call) -> object:
@@ -297,17 +270,14 @@ _HANDLERS: dict[str, Callable[[Machine, Call], object]] = {
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits kl_div cosine_embedding_loss ctc_loss": _loss,
     "scale scale_loss": _scale,
-    "ne": lambda _, call: Opaque("", "mask", made=call.node),
     "sum mean": _reduced,
     " ".join(_NUMBER_FUNCTIONS) + " clamp clamp_min clamp_ maximum": _number,
     "div div_ mul mul_ true_divide": _divided,
-    "append clear": _change_list,
+    "append": _append,
     "items values": _of_dict,
     "len": _len,
     "next": _next,
-    "enter_context": _enter,
     "to half double bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long expand": _same,
-    "compile": lambda _, call: call.first if isinstance(call.first, Opaque) else NotImplemented,
     "dict": lambda _, call: NotImplemented if call.args else dict(call.words),
     "lr_schedulers": lambda _, call: Opaque(f"{call.on}.lr_schedulers()", "scheduler"),
     "optimizers": lambda _, call: Opaque(f"{call.on}.optimizers()", "optimizer"),

@@ -3,15 +3,12 @@
 import ast
 from contextlib import suppress
 
-from bigbatch_lint.reading.module import FunctionDef, Module
-from bigbatch_lint.reading.names import dotted, targets, walk
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import dotted, last_part, walk
 from bigbatch_lint.running.interpreter import Interpreter
-from bigbatch_lint.running.machine import Leave, WindowsAreWhole
-from bigbatch_lint.running.values import Environment, Event, Function, Loss, Opaque, Round, Via
+from bigbatch_lint.running.machine import Leave
+from bigbatch_lint.running.values import Environment, Event, Function, Loss, Round
 
-_SAYS_OTHERWISE = {"accepts_loss_kwargs", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "compute_loss_func"}
-_SAYS_OTHERWISE |= {"from_pretrained"}
-_COUNTERS = {"i", "idx", "step", "iteration", "it", "micro_step", "data_iter_step"}
 Story = tuple[list[Event], int]  # what happened, and how many micro-batches a window has
 
 
@@ -24,12 +21,8 @@ def run_file(module: Module) -> list[Story]:
     n = module.steps
     for settings in (True, False):
         machine = Interpreter(module, 2 * n + max(1, n // 2), settings=settings)
-        try:
-            found += _stories(machine)
-        except WindowsAreWhole:
-            machine = Interpreter(module, 2 * n, settings=settings)
-            with suppress(WindowsAreWhole):
-                found += _stories(machine)
+        stories = _stories(machine)
+        found += stories if not machine.refuses_leftover else _stories(Interpreter(module, 2 * n, settings=settings))
         if not machine.asked:
             break
     return found
@@ -44,7 +37,7 @@ def _stories(machine: Interpreter) -> list[Story]:
     owners = {member: cls for cls in module.classes.values() for member in cls.body}
     for only_uncalled in (True, False):
         for function in module.functions:
-            trains = function in module.trains or function.name in {"training_step", "compute_loss"}
+            trains = function in module.trains or function.name == "training_step"
             called = function in machine.entered or (only_uncalled and function.name in module.called)
             if trains and not called and function.name != "__init__":
                 machine.begin()
@@ -54,51 +47,35 @@ def _stories(machine: Interpreter) -> list[Story]:
     return stories
 
 
-def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | None, env: Environment) -> None:
+def _run_root(machine: Interpreter, node: ast.FunctionDef, owner: ast.ClassDef | None, env: Environment) -> None:
     """Call a function that is called from elsewhere: once, or with every micro-batch."""
     module, function = machine.module, Function(node, env)
-    bases = module.bases(owner) if owner is not None else set()
-    via: Via | None = "lightning" if "LightningModule" in bases and node.name == "training_step" else None
-    if node.name == "compute_loss" and any(base.endswith("Trainer") for base in bases):
-        via = "trainer"
     if owner is not None:
         with suppress(Leave):
             made = machine.construct(owner, env)
             function = Function(node, made, made)
-    if via is None and node in module.holds_loop:
+    bases = {last_part(dotted(base)) for base in (owner.bases if owner else ())}
+    by_lightning = node.name == "training_step" and "LightningModule" in bases
+    if not by_lightning and node in module.holds_loop:
         counted = [each.target for each in walk(owner) if isinstance(each, ast.AugAssign)] if owner else []
         # What an object counts goes on in its next call.
         for _ in range(2 if any(dotted(each).startswith("self.") for each in counted) else 1):
             machine.call_function(function, (), {})
         return
-    names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)][owner is not None :]
-    machine.assigned.append(frozenset(names) | {text for text in targets(node) if text.startswith("self.")})
-    by_lightning = via == "lightning"
-    counters = [name for name in names if name.startswith(("batch_i", "batch_n")) or (not via and name in _COUNTERS)]
+    names = [each.arg for each in node.args.args][owner is not None :]
+    machine.assigned.append(frozenset(names))
+    # Lightning counts the batches; others' numbers may mean anything.
+    counters = [name for name in names if by_lightning and name.startswith(("batch_i", "batch_n"))]
+    total = machine.length if by_lightning else None
     for number in range(machine.length):
-        total = machine.length if by_lightning else None
         machine.rounds = [Round(node, number, is_micro=True, total=total, kind="range")]
         with suppress(Leave):
-            # Lightning counts the batches; others' numbers may mean anything.
-            numbers = {name: number if by_lightning else Opaque(name, is_setting=False) for name in counters}
-            loss = machine.call_function(function, (), numbers)
-            loss = loss[0] if isinstance(loss, tuple) and loss else loss
+            loss = machine.call_function(function, (), dict.fromkeys(counters, number))
             loss = loss.get("loss") if isinstance(loss, dict) else loss
-            if via is not None and isinstance(loss, Loss) and "automatic_optimization" not in module.words:
+            if by_lightning and isinstance(loss, Loss) and "automatic_optimization" not in module.words:
                 # The framework runs the backward of the loss that it is given.
                 place = [node, *(each for each in walk(node) if isinstance(each, ast.Return))][-1]
-                sure = "accumulate_grad_batches" in module.keywords if by_lightning else _divides(module)
-                machine.emit("backward", place, loss=loss, via=via, divides=sure or None)
+                is_told = "accumulate_grad_batches" in module.keywords
+                machine.emit("backward", place, loss=loss, via="lightning", divides=is_told or None)
     machine.rounds = []
     machine.emit("end", node, is_exhausted=by_lightning)
-
-
-def _divides(module: Module) -> bool:
-    """Tell whether Hugging Face's Trainer is certain to divide a loss by its number of steps.
-
-    It does not where a model's forward takes loss arguments, as those of its own language models do. So one case is
-    sure: the models are classes of the file, and no forward takes `**kwargs`.
-    """
-    forwards = [module.method(cls, "forward") for cls in module.classes.values()]
-    plain = [each.args.kwarg is None for each in forwards if each is not None]
-    return bool(plain) and all(plain) and not (module.words | module.keywords) & _SAYS_OTHERWISE

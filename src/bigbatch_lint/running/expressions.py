@@ -10,7 +10,7 @@ from dataclasses import replace
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part, source_of
 from bigbatch_lint.running.calls import CALLS, make
-from bigbatch_lint.running.machine import Call, Machine, computed
+from bigbatch_lint.running.machine import Call, Machine, Operand, computed
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Division, Environment, Function, Items, Loss, Opaque
 
 _OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
@@ -35,7 +35,6 @@ class Expressions(Machine):
             ast.Constant: lambda node, _: node.value if isinstance(node.value, PLAIN) else Opaque(),
             ast.Name: lambda node, env: self.unknown(node.id) if (at := env.find(node.id)) is None else at,
             ast.NamedExpr: self._walrus,
-            ast.Await: lambda node, env: self.evaluate(node.value, env),
             ast.Starred: lambda node, env: self.evaluate(node.value, env),
             ast.Lambda: Function,
             ast.Tuple: lambda node, env: tuple(self.evaluate(each, env) for each in node.elts),
@@ -75,7 +74,6 @@ class Expressions(Machine):
         value = env[node.target.id] = self.evaluate(node.value, env)
         return value
 
-    # Attributes and items.
     def _attribute(self, node: ast.Attribute, env: Environment) -> object:
         text, name = dotted(node), node.attr
         bound = env.find(text)
@@ -121,7 +119,6 @@ class Expressions(Machine):
             return base
         return self.unknown(text) if text else Opaque(is_setting=not self.varies(node))
 
-    # Questions.
     def _unary(self, node: ast.UnaryOp, env: Environment) -> object:
         value = self.evaluate(node.operand, env)
         if isinstance(node.op, ast.Not):
@@ -169,15 +166,10 @@ class Expressions(Machine):
         return Opaque(text, is_setting=not (self.varies(node) or isinstance(left, Loss) or isinstance(right, Loss)))
 
     def _is_something(self, value: object) -> bool:
-        if isinstance(value, Opaque):
-            is_seen = value.made is not None or value.role == "gradient"
-            return value.role != "nothing" and (is_seen or self.setting())
-        return isinstance(value, (Loss, Items, Function, Environment)) or self.setting()
+        is_seen = isinstance(value, Opaque) and (value.made is not None or value.role == "gradient")
+        return is_seen or isinstance(value, (Loss, Items, Function, Environment)) or self.setting()
 
-    # Arithmetic.
-    def combine(
-        self, node: ast.AST, op: ast.operator, first: tuple[object, ast.expr], second: tuple[object, ast.expr]
-    ) -> object:
+    def combine(self, node: ast.AST, op: ast.operator, first: Operand, second: Operand) -> object:
         """Return what an operator makes of two values, each given with its expression."""
         left, right = first[0], second[0]
         if isinstance(left, int | float) and isinstance(right, int | float) and type(op) in _OPERATORS:
@@ -185,18 +177,16 @@ class Expressions(Machine):
         if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, Loss):
             return self._quotient(left, node, second)
         losses = [each for each in (left, right) if isinstance(each, Loss)]
-        if losses and isinstance(op, ast.Mult):
-            other = second if isinstance(left, Loss) else first
-            return (
-                replace(Loss.sum_of(node, losses), weight=None) if losses[1:] else self._product(losses[0], node, other)
-            )
+        if len(losses) == 1 and isinstance(op, ast.Mult):
+            return self._product(losses[0], node, second if isinstance(left, Loss) else first)
         if losses:
-            return Loss.sum_of(node, losses)
+            total = Loss.sum_of(losses)
+            return replace(total, weight=None) if isinstance(op, ast.Mult) else total
         rest = isinstance(op, ast.Mod) and isinstance(right, int) and isinstance(left, Opaque) and left.role is None
         is_remainder = rest and bool(self.rounds)
         return Opaque(is_setting=not is_remainder and not self.varies(node), is_remainder=is_remainder)
 
-    def _quotient(self, loss: Loss, node: ast.AST, divisor: tuple[object, ast.expr]) -> Loss:
+    def _quotient(self, loss: Loss, node: ast.AST, divisor: Operand) -> Loss:
         value, expression = divisor
         if isinstance(value, Opaque) and value.role == "count":
             return replace(loss, reduction="mean", masked=node)
@@ -205,7 +195,7 @@ class Expressions(Machine):
         number = float(value) if isinstance(value, int | float) else None
         return loss.divided(Division(number, source_of(expression), node, is_weight))
 
-    def _product(self, loss: Loss, node: ast.AST, factor: tuple[object, ast.expr]) -> Loss:
+    def _product(self, loss: Loss, node: ast.AST, factor: Operand) -> Loss:
         """Return a loss times a number: one over the steps is a division."""
         value, expression = factor
         if isinstance(value, Opaque) and value.role == "mask":
@@ -218,7 +208,6 @@ class Expressions(Machine):
             return loss.divided(Division(1 / value, text, node, is_weight=written))
         return loss if written else replace(loss, weight=None)
 
-    # Calls.
     def _call(self, node: ast.Call, env: Environment) -> object:
         text, method = dotted(node.func), node.func if isinstance(node.func, ast.Attribute) else None
         receiver = self.evaluate(method.value, env) if method is not None else None

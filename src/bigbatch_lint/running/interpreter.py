@@ -5,15 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import LONGEST_WINDOW, UPDATES, Module, decides_on_update
-from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, source_of, targets, walk
+from bigbatch_lint.reading.names import counts_steps, dotted, is_loss, last_part, source_of, targets, walk
 from bigbatch_lint.running.expressions import Expressions
-from bigbatch_lint.running.machine import Leave, WindowsAreWhole, batch
+from bigbatch_lint.running.machine import Leave, batch
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Environment, Function, Items, Kind, Loss, Opaque, Round
 
 _EPOCHS = 2  # of loops around a training loop
 _WHILE = 11  # rounds of a loop without a length, at least
 _DEEPEST = 6  # calls of functions in one another
-_Loop = ast.For | ast.AsyncFor | ast.While
 _PARTS = set("p param params opt optimizer optim name group param_group module sched scheduler".split())
 
 
@@ -30,21 +29,14 @@ class Interpreter(Expressions):
             ast.AnnAssign: self._assignment,
             ast.If: self._if,
             ast.For: self._for,
-            ast.AsyncFor: self._for,
             ast.While: self._while,
             ast.With: self._with,
-            ast.AsyncWith: self._with,
             ast.Try: lambda node, env: self.run([*node.body, *node.orelse, *node.finalbody], env),
             ast.Match: self._match,
-            ast.Assert: lambda node, env: _refuse(node.test, is_refused=self.evaluate(node.test, env) is False),
-            ast.Return: self._leave,
-            ast.Raise: self._leave,
-            ast.Break: self._leave,
-            ast.Continue: self._leave,
-            ast.Global: lambda node, _: self.globals.update(node.names),
-            ast.Nonlocal: lambda node, _: self.globals.update(node.names),
+            ast.Assert: lambda node, env: self._refuse(node.test, is_refused=self.evaluate(node.test, env) is False),
+            **dict.fromkeys((ast.Return, ast.Raise, ast.Break, ast.Continue), self._leave),
+            **dict.fromkeys((ast.Global, ast.Nonlocal), lambda node, _: self.globals.update(node.names)),
             ast.FunctionDef: lambda node, env: env.update({node.name: Function(node, env)}),
-            ast.AsyncFunctionDef: lambda node, env: env.update({node.name: Function(node, env)}),
         }
 
     def run(self, body: Sequence[ast.stmt], env: Environment) -> None:
@@ -57,7 +49,6 @@ class Interpreter(Expressions):
             if act is not None:
                 act(statement, env)
 
-    # Plain statements.
     def _assignment(self, node: ast.Assign | ast.AnnAssign, env: Environment) -> None:
         value = self.evaluate(node.value, env)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target] if node.value else []:
@@ -69,18 +60,14 @@ class Interpreter(Expressions):
             for number, each in enumerate(target.elts):
                 self.assign(each, self._part(value, number, len(target.elts), dotted(each)), env, source)
             return
-        text = dotted(target.value if isinstance(target, ast.Starred) else target)
-        value = UNKNOWN if isinstance(target, ast.Starred) else self._kept_sum(target, text, value, source)
+        text = dotted(target)
+        value = self._kept_sum(target, text, value, source)
         if isinstance(target, ast.Attribute) and target.attr == "grad":
-            zeros = isinstance(source, ast.Call) and called_name(source).startswith("zeros")
-            kind: Kind = "zero" if zeros or isinstance(source, ast.Constant) else "rescale"
+            kind: Kind = "zero" if isinstance(source, ast.Constant) else "rescale"
             divides = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
             factor = self.evaluate(getattr(source, "right", None), env) if divides else None
             self.emit(kind, target, subject=dotted(target.value), factor=factor)
             return
-        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            holder = self.evaluate(target.value, env)
-            (holder if isinstance(holder, dict) else {})[target.slice.value] = value
         if text:
             name, moduli = last_part(text), self.module.moduli
             meant = self.module.is_guess and (name in moduli if moduli else counts_steps(name))
@@ -115,40 +102,37 @@ class Interpreter(Expressions):
                     return value.part(id(target))
         return value
 
-    # Conditions.
     def _if(self, node: ast.If, env: Environment) -> None:
         value = self.evaluate(node.test, env)
         answer = self.truth(value, node.test)
         unsure = answer is None or (isinstance(value, Opaque) and value.is_remainder)
         if self.rounds and unsure and decides_on_update(node, UPDATES):
             self.emit("handed", node)
-        _refuse(node.test, is_refused=bool(answer) and any(isinstance(each, ast.Raise) for each in node.body))
+        self._refuse(node.test, is_refused=bool(answer) and any(isinstance(each, ast.Raise) for each in node.body))
         # What nobody can know is left out, with all that depends on it.
         guards, is_computed = self.guards, isinstance(value, bool) or self.varies(node.test)
         self.guards = [*guards, node] if self.rounds and is_computed else guards
         self.run(node.body if answer else node.orelse, env)
         self.guards = guards
 
+    def _refuse(self, test: ast.expr, *, is_refused: bool) -> None:
+        """Leave a run whose script refuses a leftover."""
+        if is_refused and any(isinstance(each, ast.Mod) for each in walk(test)):
+            self.refuses_leftover = True
+            raise Leave
+
     def _match(self, node: ast.Match, env: Environment) -> None:
+        """Run the case that has the subject's value, or that catches everything."""
         subject = self.evaluate(node.subject, env)
         for case in node.cases:
-            guard = case.guard
-            if self._fits(case.pattern, subject, env) and (not guard or self.truth(self.evaluate(guard, env), guard)):
+            fits = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
+            if isinstance(case.pattern, ast.MatchValue) and isinstance(subject, PLAIN):
+                fits = subject == self.evaluate(case.pattern.value, env)
+            if fits and (case.guard is None or self.truth(self.evaluate(case.guard, env), case.guard)):
                 self.run(case.body, env)
                 break
 
-    def _fits(self, pattern: ast.pattern, subject: object, env: Environment) -> bool:
-        """Tell whether a value fits a pattern; an unknown one fits what catches everything."""
-        if isinstance(pattern, ast.MatchAs):
-            env.update({pattern.name: subject} if pattern.name else {})
-            return pattern.pattern is None or self._fits(pattern.pattern, subject, env)
-        if isinstance(pattern, ast.MatchOr):
-            return any(self._fits(each, subject, env) for each in pattern.patterns)
-        value = self.evaluate(pattern.value, env) if isinstance(pattern, ast.MatchValue) else UNKNOWN
-        return isinstance(subject, PLAIN) and isinstance(value, PLAIN) and subject == value
-
-    # Loops.
-    def _for(self, node: ast.For | ast.AsyncFor, env: Environment) -> None:
+    def _for(self, node: ast.For, env: Environment) -> None:
         items = self.items_of(self.evaluate(node.iter, env), node.iter)
         rounds, is_micro = self._rounds(node, items)
         total = None if items.kind == "endless" or len(rounds) > (items.length or 0) else items.length
@@ -157,21 +141,16 @@ class Interpreter(Expressions):
         self._loop(node, like, rounds, env, lambda number: self.assign(node.target, items.item(number), env, None))
         self.run(node.orelse, env)
 
-    def _rounds(self, node: ast.For | ast.AsyncFor, items: Items) -> tuple[Sequence[int], bool]:
+    def _rounds(self, node: ast.For, items: Items) -> tuple[Sequence[int], bool]:
         """Return which rounds of a loop are run, and whether each is a micro-batch."""
         length, holds_loop = items.length, node in self.module.holds_loop
         if items.kind == "range" and length == self.steps and self.module.moduli and isinstance(node.iter, ast.Call):
             names = {last_part(dotted(each)) for each in node.iter.args} - self.module.moduli
             length = self.length if any(map(counts_steps, names)) else length  # another name decides on the update
         target = node.target.id if isinstance(node.target, ast.Name) else ""
-        few = None
-        if node not in self.module.trains:
-            few = 1 if items.kind == "loader" or length is None else 3
-        elif holds_loop and items.kind != "pieces":
-            few = 3 if items.kind == "batched" else _EPOCHS
-        elif is_loss(target) and not holds_loop:
-            few = 2
-        if few is not None:
+        trains = node in self.module.trains
+        if not trains or (holds_loop and items.kind != "pieces") or (is_loss(target) and not holds_loop):
+            few = _EPOCHS if trains else 1 if items.kind == "loader" or length is None else 3
             return range(few if length is None else min(length, few)), False
         if length is None:
             return range(2 * self.steps + 1), target not in _PARTS
@@ -194,7 +173,12 @@ class Interpreter(Expressions):
         self._loop(node, like, range(1 if not trains else _EPOCHS if holds else windows), env, begin)
 
     def _loop(
-        self, node: _Loop, like: Round, rounds: Sequence[int], env: Environment, begin: Callable[[int], object]
+        self,
+        node: ast.For | ast.While,
+        like: Round,
+        rounds: Sequence[int],
+        env: Environment,
+        begin: Callable[[int], object],
     ) -> None:
         """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether that ends it."""
         self.assigned.append(targets(node))
@@ -221,8 +205,7 @@ class Interpreter(Expressions):
         if like.is_micro:
             self.emit("end", node, is_exhausted=is_exhausted)
 
-    # Blocks.
-    def _with(self, node: ast.With | ast.AsyncWith, env: Environment) -> None:
+    def _with(self, node: ast.With, env: Environment) -> None:
         depth = len(self.contexts)
         for item in node.items:
             value = self.evaluate(item.context_expr, env)
@@ -236,14 +219,13 @@ class Interpreter(Expressions):
     def _leave(self, node: ast.Return | ast.Raise | ast.Break | ast.Continue, env: Environment) -> None:
         raise Leave(node, self.evaluate(node.value, env) if isinstance(node, ast.Return) else None)
 
-    # Functions.
     def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
         """Run a function of the file; a generator something to loop over."""
         node = function.node
         if self.depth >= _DEEPEST:
             return replace(Loss.of(id(node)), weight=None)
         self.entered.add(node)
-        env = self._arguments(function, node.args, args, words)
+        env = self._arguments(function, args, words)
         if isinstance(node, ast.Lambda):
             return self.evaluate(node.body, env)
         if node in self.module.generators:
@@ -260,10 +242,9 @@ class Interpreter(Expressions):
             self.guards, self.contexts, self.rounds, self.assigned = around
         return None
 
-    def _arguments(
-        self, function: Function, names: ast.arguments, args: Sequence[object], words: Mapping[str, object]
-    ) -> Environment:
-        env, positional = Environment(function.env), [each.arg for each in (*names.posonlyargs, *names.args)]
+    def _arguments(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> Environment:
+        env, names = Environment(function.env), function.node.args
+        positional = [each.arg for each in names.args]
         defaults = dict(zip(reversed(positional), reversed(names.defaults)))  # noqa: B905 - the last ones have them
         defaults |= {each.arg: value for each, value in zip(names.kwonlyargs, names.kw_defaults, strict=True) if value}
         if function.owner is not None and positional:
@@ -277,9 +258,3 @@ class Interpreter(Expressions):
                 value = self.evaluate(default, env) if plain and getattr(value, "role", "") is None else value
             env[name] = value
         return env
-
-
-def _refuse(test: ast.expr, *, is_refused: bool) -> None:
-    """Leave a run whose script refuses a leftover."""
-    if is_refused and any(isinstance(each, ast.Mod) for each in walk(test)):
-        raise WindowsAreWhole

@@ -17,24 +17,14 @@ from bigbatch_lint.reading.names import (
     role_of,
     source_of,
 )
-from bigbatch_lint.running.values import (
-    UNKNOWN,
-    Environment,
-    Event,
-    Function,
-    Items,
-    Kind,
-    Loss,
-    Opaque,
-    Round,
-)
+from bigbatch_lint.running.values import UNKNOWN, Environment, Event, Function, Items, Kind, Loss, Opaque, Round
 
 _BUDGET = 150_000  # statements
 _LARGEST = 10**12  # numbers beyond are no counters
 _LONGEST = 1000  # texts and lists beyond are not kept
 _HELD_BACK = {"step", "zero", "scheduler"}  # by Accelerate, until its window is full
+Operand = tuple[object, ast.expr]  # a value, and how it is written
 _TOOLS = {"optimizer", "scheduler", "scaler", "model", "criterion", "mask"}
-_DECIDED = {"nothing": False, "mask": None, "count": None}  # whether such a thing is true
 
 
 class Leave(Exception):
@@ -44,21 +34,19 @@ class Leave(Exception):
         self.node, self.value = node, value
 
 
-class WindowsAreWhole(Exception):
-    """The script refuses a leftover: it is run again with a length that leaves none."""
-
-
 class Machine:
     """Names, loops and events; evaluating and calling is for the classes that build on it."""
 
     evaluate: Callable[[ast.expr | None, Environment], object]
-    combine: Callable[[ast.AST, ast.operator, tuple[object, ast.expr], tuple[object, ast.expr]], object]
+    combine: Callable[[ast.AST, ast.operator, Operand, Operand], object]
     call_function: Callable[[Function, Sequence[object], Mapping[str, object]], object]
 
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         self.module, self.steps, self.settings = module, module.steps, settings
         self.length = length  # of a loader that says nothing about it
-        self.asked = False  # whether anything depended on settings
+        self.asked = self.refuses_leftover = (
+            False  # whether anything depended on settings; whether windows must be whole
+        )
         self.entered: set[ast.AST] = set()
         self.globals: set[str] = set()
         self.budget = _BUDGET
@@ -105,7 +93,7 @@ class Machine:
             is_plain = isinstance(value, Loss) and (value.reduction, value.divisions, value.weight) == ("?", (), 1.0)
             return Opaque(text, role) if is_plain and role in _TOOLS else value
         if value.role is not None:
-            return value if value.role in {"context", "gradient", "nothing"} else replace(value, text=text)
+            return value if value.role in {"context", "gradient"} else replace(value, text=text)
         if role is not None:
             return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
         return Loss.of((text, id(value))) if is_loss(text) else value
@@ -127,7 +115,7 @@ class Machine:
         if not isinstance(value, Opaque):
             return isinstance(value, (Items, Function, Environment)) or bool(value)
         if value.role is not None:
-            return _DECIDED[value.role] if value.role in _DECIDED else value.made is not None or self.setting()
+            return None if value.role in {"mask", "count"} else value.made is not None or self.setting()
         known = value.is_setting and not self.varies(node)
         return False if value.is_remainder else self.setting() if known else None
 
@@ -135,14 +123,12 @@ class Machine:
         """Return what a loop goes over."""
         if isinstance(value, Items):
             return value
-        if isinstance(value, (list, tuple, dict, str)) and not isinstance(value, Environment):
-            listed = list(value)
-            return Items(len(listed), lambda k: listed[k] if k < len(listed) else UNKNOWN, "list", is_known=True)
-        text = source_of(node)
-        item: Callable[[int], object] = (lambda k: Loss.of((text, k))) if isinstance(value, Loss) else batch
+        if isinstance(value, (list, tuple)):
+            return Items(len(value), lambda k: value[k] if k < len(value) else UNKNOWN, "list", is_known=True)
+        if ENDLESS.search(source_of(node)):
+            return Items(None, batch, "endless")
         cut = PIECES.search(last_part(dotted(node)))
-        length, kind = (self.steps, "pieces") if cut else (self.length, "loader")
-        return Items(None, item, "endless") if ENDLESS.search(text) else Items(length, item, kind)
+        return Items(self.steps, batch, "pieces") if cut else Items(self.length, batch)
 
 
 def batch(_: int = 0) -> Opaque:

@@ -8,14 +8,13 @@ from typing import Literal
 
 from bigbatch_lint.reading.names import Role
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 PLAIN = (int, float, str, bool, type(None))
 # "update" is of a GradScaler, "rescale" of gradients; "keep" holds on to a loss; "handed" gives an optimizer or scaler
 # to code of another file; "end" is of a pass through a loop over micro-batches.
 Kind = Literal[
     "backward", "step", "zero", "clip", "unscale", "update", "scheduler", "rescale", "keep", "forward", "handed", "end"
 ]
-Via = Literal["torch", "scaler", "accelerator", "fabric", "engine", "lightning", "trainer"]  # who is asked
+Via = Literal["torch", "scaler", "accelerator", "engine", "lightning"]  # who is asked
 
 
 @dataclass(eq=False, slots=True)
@@ -70,20 +69,16 @@ class Loss:
         return value if isinstance(value, Loss) else cls.of(getattr(value, "text", "") or id(value))
 
     @classmethod
-    def sum_of(cls, node: ast.AST, parts: list["Loss"]) -> "Loss":
+    def sum_of(cls, parts: list["Loss"]) -> "Loss":
         """Return the sum of tensors: divided as often as that part which was divided most."""
-        made = {id(node)} if len(parts) > 1 and all(part.live for part in parts) else set()
         most = max(parts, key=lambda part: len(part.divisions))
-        weight = min(parts, key=lambda part: len(part.divisions)).weight
-        if any(len(part.divisions) != len(most.divisions) for part in parts) and weight is not None:
-            weight = max(part.weight or 0.0 for part in parts)
         return cls(
-            frozenset().union(*(part.origins for part in parts), made),
-            weight,
+            frozenset().union(*(part.origins for part in parts)),
+            most.weight,
             most.divisions,
             parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
             next((part.masked for part in parts if part.masked is not None), None),
-            frozenset().union(*(part.live for part in parts), made),
+            frozenset().union(*(part.live for part in parts)),
             any(part.is_scaled for part in parts),
         )
 
@@ -144,7 +139,7 @@ class Environment(dict[str, object]):
 class Function:
     """A function of the file; a method is bound to its object."""
 
-    node: FunctionNode
+    node: ast.FunctionDef | ast.Lambda
     env: Environment
     owner: Environment | None = None
 

@@ -44,14 +44,3 @@ for i, (x, y) in enumerate(loader):
                 p.grad.div_(accumulation_steps)
         optimizer.step()
         optimizer.zero_grad()
-# --- trainer_divided_again_by_a_model_that_takes_no_loss_argument: BB202
-class Net(nn.Module):
-    def forward(self, x, labels):
-        return Output(self.net(x), labels)
-class Mine(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        loss = outputs.loss / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
-model = Net()
-Mine(model, TrainingArguments("out", gradient_accumulation_steps=8)).train()

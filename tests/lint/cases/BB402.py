@@ -60,19 +60,3 @@ def train_epoch(net: DDP, loader, opt, accum: int):
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
-# --- no_sync_trainer: BB402
-class Engine:
-    def __init__(self, net, lr, accum, rank):
-        self.net = DistributedDataParallel(net.cuda(rank), device_ids=[rank])
-    def forward(self, batch):
-        return self.net(batch["x"], batch["y"]) / self.accum
-    def backward(self, loss, last):
-            if not last:
-                stack.enter_context(self.net.no_sync())  # expect: BB402
-            loss.backward()
-    def update(self, batches):
-        for i, batch in enumerate(batches):
-            loss = self.forward(batch)
-            self.backward(loss, last=i == self.accum - 1)
-        self.optim.step()
-        self.optim.zero_grad()

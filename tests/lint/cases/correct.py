@@ -423,25 +423,6 @@ def train_epoch(model, loader: SummaryLoader, optimizer, scheduler, accum_iter):
 def main(accum_iter=10):
     for _ in range(30):
         train_epoch(model, SummaryLoader("train", 16), optimizer, scheduler, accum_iter)
-# --- trainer_divided_by_hand_for_a_language_model_for_which_it_do: nothing
-class Mine(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        loss = outputs.loss / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
-Mine(model, TrainingArguments("out", gradient_accumulation_steps=8)).train()
-# --- trainer_weighted_loss: nothing
-class SmoothedTrainer(Trainer):
-    def __init__(self, *args, smoothing=0.1, **kwargs):
-        super().__init__(*args, **kwargs)
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        loss = F.cross_entropy(logits, targets, ignore_index=-100, label_smoothing=self.smoothing, reduction="sum")
-        if num_items_in_batch is None:
-            num_items_in_batch = (targets != -100).sum()
-        loss = loss / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
-    args = TrainingArguments("out", per_device_train_batch_size=4, gradient_accumulation_steps=8, num_train_epochs=2)
 # --- what_is_not_understood_is_left_alone_if_i_accumulation_steps (after the head): nothing
 boundaries, schedule, tokens, budget = make()
 for i, (x, y) in enumerate(loader):
