@@ -43,8 +43,10 @@ def state(model: nn.Module) -> dict[str, Any]:
         "tensors": {name: id(value) for name, value in model.state_dict(keep_vars=True).items()},
         "gradients": {name: (id(p.grad), p.requires_grad) for name, p in model.named_parameters()},
         "modes": {name: module.training for name, module in model.named_modules()},
-        "hooks": {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()},
-        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "attributes": {  # hooks are among them
+            name: {key: len(value) if isinstance(value, dict) else 0 for key, value in vars(module).items()}
+            for name, module in model.named_modules()
+        },
     }
 
 

@@ -66,14 +66,9 @@ class LoopRecord:
         if isinstance(returned, int | float) or (isinstance(returned, Tensor) and returned.numel() == 1):
             self.loss = float(returned.detach() if isinstance(returned, Tensor) else returned)
 
-    def _once_more(self, key: Any) -> int:
-        self._times[key] += 1
-        return self._times[key]
-
     def _read_autocast(self, *_: object) -> None:
-        device = next(iter(self._model.parameters.values())).device.type
-        if torch.is_autocast_enabled(device):
-            self.autocast = torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(self._model.device.type):
+            self.autocast = torch.get_autocast_dtype(self._model.device.type)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Read the gradients, or have them read once a closure has made them, as Lightning's."""
@@ -110,14 +105,16 @@ class LoopRecord:
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by the loss scale itself
             factor = 1.0 if scale is None else 1.0 / float(scale)
             self.stepped.append(read_gradients({self._names[id(p)]: p for p in own}, factor))
-            self.most_steps = max(self.most_steps, self._once_more(optimizer))
+            self._times[optimizer] += 1
+            self.most_steps = max(self.most_steps, self._times[optimizer])
 
     def _clip(self, function: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
         """Call one of torch's clipping functions; it has no effect where it is to have none."""
         every = [given] if isinstance(given, Tensor) else list(given)
         own: list[Any] = [p for p in every if id(p) in self._names and p.grad is not None]
         for p in own:
-            if self._once_more((function, id(p))) > self.clipped:
+            self._times[function, id(p)] += 1
+            if self._times[function, id(p)] > self.clipped:
                 self.clipped, self.clipped_by = self.clipped + 1, function.__name__
         kept = [(p.grad, p.grad.detach().clone()) for p in own] if self._undo_clipping else []
         result = function(every, *args, **kwargs)
