@@ -7,7 +7,6 @@ side by side; otherwise the loss is coupled and no weights make micro-batches ad
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
@@ -24,22 +23,15 @@ _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _Batc
 _RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
 
 
-class _Spread(NamedTuple):
-    """A dimension of a result that an operand without gradient may have made, or lies along."""
-
-    name: str
-    dim: Dim
-    beside: Layout  # the dimensions that the operand has, where they are known
-    direct: bool  # the operands with gradient were repeated along it
-
-
 @dataclass
 class _Broadcasts:
     """Does a tensor without gradient set samples against each other, as (n, 1) with (n,) gives (n, n)?"""
 
     _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
     _repeated: list[Part] = field(default_factory=list)  # axes along which an operand with gradient was repeated
-    _spread: list[_Spread] = field(default_factory=list)
+    # Of an operand without gradient: the operation, a dimension of its result that it may have made or lies along, the
+    # dimensions that it has, where they are known, and whether the operands with gradient were repeated along that one.
+    _spread: list[tuple[str, Dim, Layout, bool]] = field(default_factory=list)
 
     def note(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
         """Take note of what was broadcast, and along which dimensions operands without gradient lie."""
@@ -55,7 +47,7 @@ class _Broadcasts:
         known = _dims_beside(node, name, sizes)
         beside = tuple(layout[dim] for dim in known or ())
         places = range(len(sizes)) if known is None else known
-        self._spread.extend(_Spread(name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
+        self._spread.extend((name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
 
     def hold(self, parts: tuple[Part, ...]) -> None:
         """Take note of an output's dimensions."""
