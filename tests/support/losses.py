@@ -205,13 +205,6 @@ def rewards_chunk(model: nn.Module, batch: Batch) -> Tensor:
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def rewards_slices(model: nn.Module, batch: Batch) -> Tensor:
-    """The same by slices."""
-    rewards = model(torch.cat([batch["x"], batch["x2"]]))
-    n = len(batch["x"])
-    return -F.logsigmoid(rewards[:n] - rewards[n:]).mean()
-
-
 def rewards_of_calls(model: nn.Module, batch: Batch) -> Tensor:
     """One row for the chosen, one for the rejected, of two calls put together."""
     return torch.cat(twice(model, batch)).view(2, -1)
@@ -223,12 +216,6 @@ def rewards_viewed(model: nn.Module, batch: Batch) -> Tensor:
     return -F.logsigmoid(rewards[0] - rewards[1]).mean()
 
 
-def rewards_in_halves(model: nn.Module, batch: Batch) -> Tensor:
-    """Four calls, the first two against the last two."""
-    chosen, rejected = torch.cat([*twice(model, batch), *twice(model, batch)[::-1]]).chunk(2)
-    return -F.logsigmoid(chosen - rejected).mean()
-
-
 def policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
     """The clipped PPO objective, per row."""
     log_prob = log_probs(model, batch).gather(1, batch["label"][:, None]).squeeze(1)
@@ -238,10 +225,8 @@ def policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
 
 PREFERENCES = [
     Loss("reward-chunk", mlp(1), rows, rewards_chunk),
-    Loss("reward-slices", mlp(1), rows, rewards_slices),
     Loss("reward-calls-viewed", mlp(1), rows, rewards_viewed, smallest=2),
     Loss("reward-calls-compared", mlp(1), rows, lambda m, b: -rewards_of_calls(m, b).log_softmax(0)[0].mean(), smallest=2),
-    Loss("reward-four-calls-in-halves", mlp(1), rows, rewards_in_halves, smallest=2),
     Loss("dpo-two-calls", seeded(Tokens), sequences, dpo_two_calls),
     Loss("dpo-one-call", seeded(Tokens), sequences, dpo_one_call),
     Loss("ppo-clipped", mlp(), rows, policy_gradient),
@@ -261,12 +246,6 @@ def per_sample_dice(model: nn.Module, batch: Batch) -> Tensor:
     p = model(batch["x"]).sigmoid()
     overlap = (p * batch["binary"]).sum((2, 3))
     return (1 - (2 * overlap + 1) / (p.sum((2, 3)) + batch["binary"].sum((2, 3)) + 1)).mean()
-
-
-def focal(model: nn.Module, batch: Batch) -> Tensor:
-    """Focal loss, sample by sample."""
-    each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
-    return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
 def masked_mean_per_sequence(model: nn.Module, batch: Batch) -> Tensor:
@@ -374,11 +353,9 @@ TAILS = [
     Loss("bmm-per-sample", mlp(), sequences, lambda m, b: (m(b["x"]) @ m(b["x"]).mT).softmax(-1).pow(2).mean()),
     Loss("instance-normalized", conv(2), images(4, 4), lambda m, b: F.instance_norm(m(b["x"])).exp().mean()),
     Loss("dice-per-sample", conv(2), images(4, 4), per_sample_dice),
-    Loss("focal-per-sample", mlp(), rows, focal),
     Loss("vae", mlp(), rows, vae),
     Loss("next-token", seeded(Tokens), sequences, next_token, count=lambda b: int((b["labels"][:, 1:] != -100).sum())),
     Loss("next-token-tied", seeded(lambda: Tokens("tied")), sequences, next_token),
-    Loss("next-token-frozen-head", seeded(lambda: Tokens("frozen")), sequences, next_token),
     Loss("classes-second", mlp(), sequences, lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"])),
     Loss("masked-tokens", mlp(), sequences, masked_tokens, count=lambda b: int(b["mask"].sum())),
     Loss("masked-select-mean", mlp(), sequences, lambda m, b: squares(m, b).masked_select(b["mask"][..., None]).mean()),
@@ -424,41 +401,15 @@ def two_heads(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(out, batch["label"]), F.mse_loss(out, batch["value"])
 
 
-def stacked(how: str) -> Function:
-    """Two terms in one tensor."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        terms = torch.stack(two_heads(model, batch))
-        return {"sum": terms.sum, "mean": terms.mean}[how]()
-
-    return loss
-
-
 def weighed(model: nn.Module, batch: Batch) -> Tensor:
     """A stack of terms times a tensor of their weights."""
     return (torch.stack(two_heads(model, batch)) * torch.tensor([0.3, 0.7], dtype=torch.float64)).sum()
-
-
-def deep_supervision(model: nn.Module, batch: Batch) -> Tensor:
-    """The same masked cross-entropy at two depths: one count for both."""
-    hidden = model(batch["tokens"])
-    target = batch["labels"].flatten()
-    return F.cross_entropy(hidden.flatten(0, 1), target) + 0.4 * F.cross_entropy(2 * hidden.flatten(0, 1), target)
 
 
 def uncertainty(model: Any, batch: Batch) -> Tensor:
     """Kendall's learned weights: exp(-s) · term + s for each term."""
     ce, mse = two_heads(model, batch)
     return (-model.s).exp() * ce + model.s + 0.5 * (-model.t).exp() * mse + 0.5 * model.t
-
-
-def added_in_place(model: nn.Module, batch: Batch) -> Tensor:
-    """A running total, as many training loops write it."""
-    total = torch.zeros((), dtype=torch.float64)
-    for term in two_heads(model, batch):
-        total = total + term
-    total += 0.1 * F.l1_loss(model(batch["x"]), batch["value"])
-    return total
 
 
 SUMS_OF_TERMS = [
@@ -469,11 +420,9 @@ SUMS_OF_TERMS = [
     Loss("add-alpha", mlp(), rows, lambda m, b: torch.add(*two_heads(m, b), alpha=0.4)),
     Loss("factors-nested", mlp(), rows, lambda m, b: -0.5 * ((two_heads(m, b)[0] / 2 - 3 * two_heads(m, b)[1]) * 0.1)),
     Loss("steps-unrolled", mlp(), sequences, lambda m, b: total([F.cross_entropy(m(b["x"][:, t]), b["tokens"][:, t]) for t in range(STEPS)]) / STEPS),
-    Loss("stack-mean", mlp(), rows, stacked("mean")),
+    Loss("stack-mean", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).mean()),
     Loss("stack-weighed", mlp(), rows, weighed),
     Loss("cat-sum", mlp(), rows, lambda m, b: torch.cat([t.view(1) for t in two_heads(m, b)]).sum()),
-    Loss("running-total", mlp(), rows, added_in_place),
-    Loss("deep-supervision", seeded(Tokens), sequences, deep_supervision),
     Loss("uncertainty-one-term", seeded(Tempered), rows, lambda m, b: (-m.s).exp() * squares(m, b).mean() + m.s),
     Loss("uncertainty-two-terms", seeded(Tempered), rows, uncertainty),
     Loss("learned-weight", seeded(Tempered), rows, lambda m, b: F.softplus(m.s) * two_heads(m, b)[0] / (1 + m.t**2)),
@@ -652,7 +601,6 @@ MODELS = [
     Loss("lstm", seeded(lambda: Recurrent(nn.LSTM, batch_first=True)), sequences, lambda m, b: squares(m, b).mean()),
     Loss("lstm-time-major", seeded(lambda: Recurrent(nn.LSTM, batch_first=False)), sequences, lambda m, b: F.mse_loss(m(b["x"].transpose(0, 1)).transpose(0, 1), b["value"])),
     Loss("attention", seeded(Attention), sequences, lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"])),
-    Loss("attention-frozen-head", seeded(lambda: Attention("frozen")), sequences, lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"])),
     Loss("conv", conv(2), images(4, 4), lambda m, b: F.mse_loss(m(b["x"]), b["value"]), count=lambda b: b["value"].numel()),
     Loss("frozen-batch-norm", seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"])),
     Loss("lora", seeded(lora), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),

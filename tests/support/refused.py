@@ -89,12 +89,6 @@ def mean_square(out: Tensor, target: Tensor) -> Tensor:
     return ((out - target) ** 2).mean()
 
 
-def focal_on_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """A focal loss that takes its confidence from the mean: a frequent mistake."""
-    ce = F.cross_entropy(model(batch["x"]), batch["label"])
-    return (1 - (-ce).exp()) ** 2 * ce
-
-
 def masked_by_hand(model: nn.Module, batch: Batch) -> Tensor:
     """A masked mean as most people write it."""
     return (squares(model, batch).sum(-1) * batch["mask"]).sum() / batch["mask"].sum()
@@ -130,7 +124,6 @@ UNREADABLE = [
     Refused("custom-beside-parameter", seeded(Tempered), rows, lambda m, b: (m.s * square(m(b["x"]))).mean(), names="Square"),
     Refused("compiled-loss", mlp(), rows, lambda m, b: compiled(mean_square)(m(b["x"]), b["value"]), names="compile"),
     Refused("root-of-mean", mlp(), rows, lambda m, b: squares(m, b).mean().sqrt(), names="sqrt"),
-    Refused("focal-on-mean", mlp(), rows, focal_on_mean, names="mul|pow|exp"),
     Refused("norm-of-terms", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).norm(), names="norm"),
     Refused("line-sum", seeded(Line), rows, lambda m, b: line_errors(m, b).sum(), names="data or a regularizer.*sum"),
     Refused("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + orthogonality(m), names="data or a regularizer.*mean"),
@@ -154,14 +147,6 @@ def clip(model: Any, batch: Batch) -> Tensor:
     a, b = normalized(model, batch)
     logits = model.s.exp() * a @ b.t()
     return (F.cross_entropy(logits, ranged(batch)) + F.cross_entropy(logits.t(), ranged(batch))) / 2
-
-
-def nt_xent(model: Any, batch: Batch) -> Tensor:
-    """SimCLR: 2 n views, each against all others."""
-    z = torch.cat(normalized(model, batch))
-    n = len(batch["x"])
-    logits = (z @ z.t() / model.s.exp()).masked_fill(torch.eye(2 * n, dtype=torch.bool), -1e9)
-    return F.cross_entropy(logits, (torch.arange(2 * n) + n) % (2 * n))
 
 
 def simclr_filled(model: nn.Module, batch: Batch) -> Tensor:
@@ -198,38 +183,6 @@ def load_balancing(model: nn.Module, batch: Batch) -> Tensor:
     return CLASSES * (share * probs.mean(0)).sum()
 
 
-def correlation(model: nn.Module, batch: Batch) -> Tensor:
-    """One minus Pearson's correlation with the target."""
-    x = model(batch["x"])[:, 0]
-    x, y = x - x.mean(), batch["scalar"] - batch["scalar"].mean()
-    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1)
-
-
-def index_pairs(model: nn.Module, batch: Batch) -> Tensor:
-    """Differences of all pairs, by index."""
-    z = model(batch["x"])
-    i, j = torch.triu_indices(len(z), len(z))
-    return (z[i] - z[j]).abs().mean()
-
-
-def mixup(model: nn.Module, batch: Batch) -> Tensor:
-    """Outputs mixed with those of other samples; in a hidden layer the graph's tail would not show it."""
-    out = model(batch["x"])
-    return F.cross_entropy(0.7 * out + 0.3 * out[ranged(batch).roll(1)], batch["label"])
-
-
-def hard_examples(model: nn.Module, batch: Batch) -> Tensor:
-    """The worse half of the batch."""
-    each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
-    return each.topk((len(each) + 1) // 2).values.mean()
-
-
-def attended(model: nn.Module, batch: Batch) -> Tensor:
-    """Samples that attend to each other."""
-    x = model(batch["x"])[None]
-    return F.scaled_dot_product_attention(x, x, x).pow(2).mean()
-
-
 def shuffled(batch: Batch) -> Tensor:
     """Other samples in the place of each."""
     return ranged(batch).roll(1)
@@ -260,7 +213,6 @@ def computed(model: Any, batch: Batch, weight: Tensor) -> Tensor:
 COUPLED = [
     Refused("clip", seeded(Tempered), rows, clip, error=CoupledLoss, names="mm|matmul"),
     Refused("info-nce-einsum", mlp(), rows, lambda m, b: F.cross_entropy(torch.einsum("nd,md->nm", *twice(m, b)), ranged(b)), error=CoupledLoss, names="mm|matmul"),
-    Refused("nt-xent", seeded(Tempered), rows, nt_xent, error=CoupledLoss, names="mm|matmul"),
     Refused("dice-of-the-batch", conv(2), images(4, 4), lambda m, b: dice(m, b, (0, 1, 2, 3)), error=LossError, names="sum|div"),
     Refused("barlow-twins", mlp(), rows, barlow_twins, error=CoupledLoss, names="mm|matmul|var|mean"),
     Refused("centred", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
@@ -272,12 +224,9 @@ COUPLED = [
     Refused("simclr-filled-diagonal", mlp(), rows, simclr_filled, error=CoupledLoss, names="mm"),
     Refused("factors-against-all", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] @ m.things[b["many"][:, 0]].t()).tanh().mean(), error=CoupledLoss, names="mm|matmul"),
     Refused("cdist", mlp(), rows, lambda m, b: torch.cdist(*twice(m, b)).mean(), error=CoupledLoss, names="cdist"),
-    Refused("index-pairs", mlp(), rows, index_pairs, error=CoupledLoss, names="index"),
     Refused("load-balancing", mlp(), rows, load_balancing, error=LossError, names="mean|mul|sum"),
-    Refused("hard-examples", mlp(), rows, hard_examples, error=CoupledLoss, names="topk"),
     Refused("softmax-of-reshaped", mlp(), rows, lambda m, b: m(b["x"]).view(1, -1).log_softmax(-1).pow(2).mean(), error=CoupledLoss, names="softmax"),
     Refused("cox", mlp(1), rows, lambda m, b: (m(b["x"])[:, 0] - m(b["x"])[:, 0].logcumsumexp(0)).mean(), error=CoupledLoss, names="cumsumexp"),
-    Refused("attention-over-samples", mlp(), rows, attended, error=CoupledLoss, names="scaled_?dot_?product|softmax|bmm"),
     Refused("reshaped-across-samples", mlp(3), rows, lambda m, b: torch.cat(twice(m, b)).view(-1, 2).prod(1).mean(), error=CoupledLoss, names="prod|view"),
     Refused("calls-chunked-and-shuffled", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1][shuffled(b)]).tanh().mean())(torch.cat(twice(m, b)).chunk(2)), error=CoupledLoss, names="index|cat"),
     Refused("calls-viewed-and-centred", mlp(1), rows, lambda m, b: (lambda r: (r[0] - r.mean(1)[0]).pow(2).mean())(rewards(m, b)), error=CoupledLoss, names="mean"),
@@ -298,7 +247,6 @@ INVISIBLE_ALONE = {
     "calls-interleaved",
     "shuffled-and-paired",
     "steps-against-detached-samples",
-    "index-pairs",
     "all-against-the-first",
     "mse-of-columns-against-rows",
 }
