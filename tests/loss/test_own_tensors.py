@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError, UnreadableLoss
-from bigbatch.loss.origin import FrozenWeights
+from bigbatch.loss.origin import FrozenWeights, Surroundings
+from bigbatch.loss.readings import Reader
 from tests.support.reference import distance, sgd, trained
 from tests.support.samples import CLASSES, generator, labels, normal, seeded
 
@@ -61,29 +62,20 @@ def true_step(model: Adapted, batches: list[tuple[Tensor, Tensor]]) -> list[Tens
     return [p.detach() for p in trained(model)]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["frozen", "tied"])
-def test_a_frozen_head_is_read_once(tied: bool) -> None:
-    """The second micro-batch is remembered, and the window is exact."""
-    model = adapted(tied=tied)
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    fresh = []
-    for x, y in BATCHES[:2]:
-        accumulator.backward(F.cross_entropy(model(x), y))
-        fresh.append(accumulator._admission.reader.fresh)
-    assert fresh == [True, False]
-    assert distance([p.detach() for p in trained(model)], true_step(adapted(tied=tied), BATCHES[:2])) <= 1e-12
+def reading(model: nn.Module) -> Reader:
+    """What an accumulator reads losses with."""
+    return Reader(Surroundings(own=frozenset(map(id, trained(model))), is_weight=FrozenWeights([model])))
 
 
-def test_a_cast_frozen_head_is_read_once() -> None:
-    """Autocast makes a new copy each time."""
-    model = adapted().float()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    fresh = []
+@pytest.mark.parametrize("kind", ["frozen", "tied", "autocast"])
+def test_a_frozen_head_is_read_once(kind: str) -> None:
+    """The second micro-batch is remembered, though autocast makes a new copy each time."""
+    model = adapted(tied=kind == "tied").float()
+    reader, fresh = reading(model), []
     for x, y in BATCHES[:2]:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x.float()), y)
-        accumulator.backward(loss)
-        fresh.append(accumulator._admission.reader.fresh)
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            reader.read(F.cross_entropy(model(x.float()), y))
+        fresh.append(reader.fresh)
     assert fresh == [True, False]
 
 
@@ -114,29 +106,20 @@ def test_batch_data_in_the_place_of_a_frozen_weight_is_refused(cast: bool) -> No
         accumulator.backward(loss(keys.float()))
 
 
-def test_memory_that_a_weight_has_left_is_no_weight() -> None:
+@pytest.mark.parametrize("gone", [False, True], ids=["the weight was moved", "the head was replaced"])
+def test_memory_that_a_weight_has_left_is_no_weight(gone: bool) -> None:
     """A batch may come to lie where a weight lay."""
-    model = adapted()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
-    x, y = BATCHES[0]
-    accumulator.backward(F.cross_entropy(model(x), y))
-    left = model.head.weight.data
-    model.head.weight.data = left.clone()
-    accumulator.backward(F.cross_entropy(model(x), y))
-    with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
-        accumulator.backward(F.cross_entropy(F.linear(model.features(x), left), y))
-
-
-def test_memory_of_a_weight_that_is_gone_is_no_weight() -> None:
-    """The head was replaced, and its memory is a batch's now."""
     model = adapted()
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
     x, y = BATCHES[0]
     accumulator.backward(F.cross_entropy(model(x), y))
-    memory = model.head.weight.detach()
-    model.head = nn.Linear(5, CLASSES, bias=False).double().requires_grad_(requires_grad=False)
+    left = model.head.weight.detach()
+    if gone:
+        model.head = nn.Linear(5, CLASSES, bias=False).double().requires_grad_(requires_grad=False)
+    else:
+        model.head.weight.data = left.clone()
     with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
-        accumulator.backward(F.cross_entropy(F.linear(model.features(x), memory), y))
+        accumulator.backward(F.cross_entropy(F.linear(model.features(x), left), y))
 
 
 def test_a_weight_that_was_loaded_anew_is_read() -> None:
@@ -154,14 +137,14 @@ def test_a_weight_computed_from_a_frozen_one_is_told_from_one_of_the_batch() -> 
     model = adapted()
     model.head.requires_grad_(requires_grad=True)
     model.register_buffer("base", torch.eye(5, dtype=torch.float64))
-    accumulator = Accumulator(model, sgd(trained(model)), steps=4)
+    reader = reading(model)
     x, y = BATCHES[0]
 
     def loss(base: Tensor) -> Tensor:
         return F.cross_entropy(model.features(x) @ (base @ model.head.weight.t()), y)
 
     for fresh in (True, False):
-        accumulator.backward(loss(model.get_buffer("base")))
-        assert accumulator._admission.reader.fresh is fresh
+        reader.read(loss(model.get_buffer("base")))
+        assert reader.fresh is fresh
     with pytest.raises(LossError, match="MmBackward"):
-        accumulator.backward(loss(x.t() @ x))
+        reader.read(loss(x.t() @ x))
