@@ -154,6 +154,17 @@ def test_a_window_of_nothing_makes_no_update(optimizer: Any, counts: Any) -> Non
     training.assert_big_batches(batches[2:4], batches[4:])
 
 
+def test_a_window_of_nothing_leaves_the_scheduler_alone() -> None:
+    """It makes no update."""
+    (batch,) = micro_batches((2,))
+    batch["partly"].fill_(-100)
+    model = MASKED.model()
+    optimizer = sgd(trained(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    Accumulator(model, optimizer, steps=1, scheduler=scheduler).backward(MASKED.loss(model, batch))
+    assert scheduler.last_epoch == 0
+
+
 def test_a_micro_batch_of_nothing_under_counts() -> None:
     """Totals known in advance make no difference: not to the gradient, nor to the loss that is told."""
     batches = micro_batches(SPLIT)
