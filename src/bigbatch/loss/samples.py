@@ -120,7 +120,7 @@ class Samples:
     _product: str = "Expand"  # what may have set samples against each other
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
     _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
-    _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
+    _seen: set[tuple[Node, int, Layout]] = field(default_factory=set)
 
     @property
     def doubtful(self) -> bool:
@@ -139,7 +139,7 @@ class Samples:
             (node, output), layout = stack.pop()
             if node is None or (node, output, layout) in self._seen:
                 continue
-            self._seen[node, output, layout] = None
+            self._seen.add((node, output, layout))
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
@@ -291,7 +291,10 @@ class Samples:
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
             raise _refusal(found, chosen=bool(self.chosen))
-        if layout[dims[0]][:1] and (outermost := layout[dims[0]][0])[1] is UNBOUND and outermost[0] > 1:
+        every = (part for dim in dims for part in layout[dim])
+        if UNBOUND is next(
+            (tag for size, tag in every if isinstance(tag, Axis) or (tag is UNBOUND and size > 1)), None
+        ):
             self._steps.append(found[0] if found else None)
         else:
             self._first.update(found[:1])
