@@ -1,6 +1,5 @@
 """The judge of the audit: a loss is accumulated and computed over the true big batch; is it exact, refused or wrong?"""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +39,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.words}" if self.words else self.outcome
-
-    @property
-    def reason(self) -> str:
-        """The words, the same for all losses that were refused for the same reason."""
-        return re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "N", self.words.partition("\n")[0])
 
 
 def gradient(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -1,20 +1,14 @@
-# ruff: noqa: E501, T201  (a row of a table is a line; the survey prints its counts)
+# ruff: noqa: E501  (a row of a table is a line)
 """Programs that nobody has written yet: a model's output, one to six operations, a loss; drawn from a seed.
 
 A program is the text of a loss function, so that one that fails is printed as it can be run again. A chain is drawn
 operation by operation: each is tried on two batches of different sizes, which tells where the samples lie. Operations
 that choose or weigh rows of the batch by their number are left out: no graph shows them (`UNSEEN` in the table of
 operations). Layers come before all that could mix samples: below the last layer lies the model, which is not read.
-
-    python -m tests.audit.programs 5000 --seed 7        how many are exact, refused, wrong; what is refused falsely
 """
 
-import argparse
 import itertools
 import random
-import time
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -375,33 +369,3 @@ def shrunk(program: Program, judge: Callable[[Program], Verdict]) -> Program:
             except (NameError, SyntaxError, TypeError, ValueError, AttributeError, RuntimeError, IndexError):
                 continue
     return program
-
-
-def survey(count: int, seed: int, kind: str) -> None:
-    """Print how many of so many programs are exact, refused and wrong, and which are refused falsely and why."""
-    found: dict[str, list[Program]] = defaultdict(list)
-    falsely: dict[str, list[Program]] = defaultdict(list)
-    began = time.monotonic()
-    for program in fair(seed, 0, count, kind):
-        told = verdict(program)
-        found[told.outcome].append(program)
-        if told.outcome == "refused" and could_be_exact(program):
-            falsely[told.reason].append(program)
-    print({outcome: len(programs) for outcome, programs in found.items()}, f"{time.monotonic() - began:.0f} s")
-    for program in [*found["wrong"], *found["crashed"]]:
-        small = shrunk(program, verdict)
-        print(f"--- {verdict(small)}\n{small}")
-    print(f"=== refused falsely: {sum(map(len, falsely.values()))}")
-    for reason, programs in sorted(falsely.items(), key=lambda item: -len(item[1])):
-        small = min(programs, key=lambda each: len(each.text))
-        print(f"{len(programs)} {reason}\n{small.text}")
-
-
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("count", type=int)
-    arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--kind", choices=["any", "apart", "deep"], default="any")
-    given = arguments.parse_args()
-    warnings.simplefilter("ignore")
-    survey(given.count, given.seed, given.kind)

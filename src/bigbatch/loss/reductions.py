@@ -139,11 +139,13 @@ class _Chain:
         return next((tag.reduction for dim in self.layout for _, tag in dim if isinstance(tag, Axis)), 0)
 
     def _rows(self, edge: Edge) -> frozenset[float]:
-        """Give what divides a sum over classes to a mean: rows, as kl_div's batchmean does, or positions."""
-        if len(self.kinds) > 1 or not _is_of_classes(edge):
+        """Give what divides a product with a log-softmax to a mean: rows, as kl_div's batchmean does, or positions."""
+        node, sizes = edge[0], size_of(edge)
+        while node is not None and operation(node) in {"Neg", "Mul", "Sub"}:
+            node = next((below for below, _ in edges(node) if below is not None), None)
+        if node is None or operation(node) != "LogSoftmax" or len(self.kinds) > 1 or len(sizes) == 1:
             return frozenset()
-        sizes = size_of(edge)
-        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else ())
+        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))})
 
 
 def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
@@ -155,14 +157,6 @@ def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> S
 
     ways = tuple(tuple((size, is_own(tag)) for size, tag in way) for way in (summed, samples.parts))
     return Sizes(ways, samples.trail.known.time_first and not samples.placed, rows)
-
-
-def _is_of_classes(edge: Edge) -> bool:
-    """Tell a product with a log-softmax: cross-entropy with class probabilities, and kl_div."""
-    node = edge[0]
-    while node is not None and operation(node) in {"Neg", "Mul", "Sub"}:
-        node = next((below for below, _ in edges(node) if below is not None), None)
-    return node is not None and operation(node) == "LogSoftmax" and shape(node) != (1,)
 
 
 def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
