@@ -96,10 +96,9 @@ APART: dict[str, Loss] = {
     "in a product by sample": of_rows(lambda m, h, y: torch.bmm(h[:, None], m.rows[y][:, :, None]).mean()),
     "a slice of rows": of_rows(lambda m, h, y: F.cross_entropy(h @ m.rows[:3].T, y % 3)),
     **{
-        f"filters, {name}, {reduce}{', two layers' * deep}": of_filters(weight, reduce, deep=deep)
+        f"filters, {name}, {reduce}": of_filters(weight, reduce, deep=reduce == "sum")
         for name, weight in WEIGHTS.items()
         for reduce in ("mean", "sum")
-        for deep in (False, True)
     },
     "filters, standardized": of_filters(standardized, "mean", deep=False),
     "filters, standardized, two layers": of_filters(standardized, "mean", deep=True),

@@ -143,7 +143,7 @@ class _Chain:
         node, sizes = edge[0], size_of(edge)
         while node is not None and operation(node) in {"Neg", "Mul", "Sub"}:
             node = next((below for below, _ in edges(node) if below is not None), None)
-        if node is None or operation(node) != "LogSoftmax" or len(self.kinds) > 1 or len(sizes) == 1:
+        if node is None or operation(node) != "LogSoftmax" or len(self.kinds) > 1 or not sizes[1:]:
             return frozenset()
         return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))})
 
