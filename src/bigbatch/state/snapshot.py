@@ -116,12 +116,15 @@ class Snapshot:
                     each_by_itself.callback(self.randomness.restore)
         except BaseException as error:
             said = str(error).partition("\n")[0]
-            raise WindowBroken(
+            broken = WindowBroken(
                 "a step failed, and the model's buffers or random generators could not be restored. Parameters and the "
                 "optimizer are as before it.",
                 found=f"{type(error).__name__}: {said}",
                 fix="the buffers of a checkpoint, loaded before you go on",
-            ) from error
+            )
+            if isinstance(error, Exception):
+                raise broken from error
+            raise error from broken  # Ctrl-C comes out as such, whoever takes errors for an answer
 
 
 def warn_of_written(names: Sequence[str]) -> None:

@@ -498,11 +498,15 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a window was saved that `refuse_unfit` has let pass."""
-        self.ledger.load_state_dict(state)
-        self.gradients.restore(state["gradients"])
-        residual = state["residual"]
-        self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
+        """Go on where a window was saved that `refuse_unfit` has let pass; nothing is left where that fails."""
+        try:
+            self.ledger.load_state_dict(state)
+            self.gradients.restore(state["gradients"])
+            residual = state["residual"]
+            self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
+        except BaseException:
+            self.gradients.release()
+            raise
         self._precise = bool(state["double"])
         self._shown = True  # or never: its first gradient has others added to it by now
 
