@@ -17,7 +17,7 @@ _STEPPED = re.compile(
     r"(?i)(has|have) (been )?stepped|may have changed|step (has|had) beg[au]n|step began|from a checkpoint"
     r"|could not be (put back|restored)"
 )
-_PATIENCE = 4  # tries
+_PATIENCE = 10  # tries
 
 
 class Trouble(Exception):

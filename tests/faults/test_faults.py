@@ -9,12 +9,14 @@ from tests.faults import campaign, kills, single_faults
 from tests.faults.outcomes import Case, Outcome, run_cases
 
 SEED, FAULTS, KILLS = 14, 200, 5
-# Before a batch of `over` is given out, while batches are compared, after its last update, before a worker works.
+# Before a batch of `over` is given out, while batches are compared or states restored, before a worker works.
 SELDOM = [
     ("Accumulator", "iterator over", "call state.scope:times_asked #1, discard", "CUDA error"),
     ("Accumulator", "unsized over", "call loop:no_loop #2, discard", "cuBLAS"),
     ("Accumulator", "unsized over", "call loop:no_loop #2, retry", "KeyboardInterrupt"),
     ("Accumulator", "iterator over", "call batch.tree:_Content.reducer_override #2, retry", "cuBLAS"),
+    ("Accumulator", "saved", "call window.gradients:_hand #3, discard", "RuntimeError"),
+    ("BigStep", "two optimizers", "call state.rng:Randomness.restore #22, retry", "KeyboardInterrupt"),
     ("BigStep", "across, offload", "call lockstep.thread_state:wait_when_woken #2, retry", "cuBLAS"),
     ("BigStep", "across, offload", "call lockstep.threads:_Seat.run #2, retry", "RuntimeError"),
     ("BigStep", "several counts", "call window.gradients:Gradients.release #1, retry", "RuntimeError"),
