@@ -336,17 +336,20 @@ def test_shards_average_again(replicas: bool) -> None:
         assert distance(gradients, [p.grad for p in network.parameters() if p.grad is not None]) <= 1e-12
 
 
-def broadcasts(rank: int) -> int:
+def broadcasts(rank: int, wanted: bool) -> int:
     """Count how often buffers are sent."""
-    network: Any = Ddp(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().eval())
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().eval()
+    network: Any = Ddp(plain)
+    network.broadcast_buffers = wanted
     with patch.object(network, "_sync_buffers", wraps=network._sync_buffers) as sent:
         train(rank, network, steps=1, overlap=True)
     return sent.call_count
 
 
-def test_buffers_are_sent_once_per_update() -> None:
-    """Also where DDP reduces, whose forward would send them, too."""
-    assert exactly(2, broadcasts) == [4, 4]
+@pytest.mark.parametrize(("wanted", "times"), [(True, 4), (False, 0)])
+def test_buffers_are_sent_once_per_update(wanted: bool, times: int) -> None:
+    """Also where DDP reduces, whose forward would send them, too; and never where DDP would not."""
+    assert exactly(2, broadcasts, wanted) == [times] * 2
 
 
 def summed_in_low_precision(rank: int) -> Any:

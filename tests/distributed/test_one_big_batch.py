@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch import Accumulator, BigStep, Options
+from bigbatch import Accumulator, BigStep, Options, Update
 from bigbatch.distributed import replicas
 from tests.support.rank_loops import (
     LOSSES,
@@ -25,6 +25,7 @@ from tests.support.rank_loops import (
     assert_same,
     batches_of,
     counts,
+    made,
     mean,
     micro_batch,
     model,
@@ -172,6 +173,21 @@ def sent(rank: int, steps: int) -> int:
 def test_what_replicas_send_does_not_depend_on_the_number_of_micro_batches() -> None:
     """One all-reduce of what a rank holds."""
     assert [exactly(4, sent, steps) for steps in (1, 5)] == [[1] * 4] * 2
+
+
+def counted_ahead(rank: int) -> list[float]:
+    """Make an update of one micro-batch, whose count is known in advance."""
+    network = DistributedDataParallel(model())
+    accumulator = made(network, steps=1, counts=lambda batch: (batch[1] != -100).sum())
+    (update,) = [accumulator.backward(mean(network, each)) for each in accumulator.over(batches_of(rank, [[3], [5]]))]
+    assert isinstance(update, Update)
+    return [float(each) for each in (update.count if isinstance(update.count, tuple) else [update.count])]
+
+
+def test_a_count_in_advance_is_that_of_all_ranks() -> None:
+    """One number."""
+    number = sum(int((y != -100).sum()) for rank in range(2) for _, y in batches_of(rank, [[3], [5]]))
+    assert exactly(2, counted_ahead) == [[number], [number]]
 
 
 # What a loss makes of several models, heads and counts: one by one on ranks, and all at once in plain PyTorch.

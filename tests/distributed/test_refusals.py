@@ -168,6 +168,9 @@ COMMON: dict[str, Program] = {
         rank, Ddp(model()), lambda net, b: (F.l1_loss if rank else F.mse_loss)(net(b[0]), b[0][:, :4])
     ),
     "other ratios": lambda rank: train(rank, Ddp(model()), partial(nearly_in_ratio, rank=rank), steps=1),
+    "other numbers of counts": lambda rank: train(
+        rank, Ddp(model()), two_counts, counts=lambda batch: counts(batch)[: 2 - rank]
+    ),
     "a share of two counts is missing": lambda rank: train(
         rank, Ddp(model()), partial(with_once, two_counts), [[3, 5], []], counts=counts
     ),
@@ -412,14 +415,15 @@ def test_all_ranks_refuse(name: str) -> None:
         approve("distributed", name, one)
 
 
-def within_a_replica(rank: int) -> str:
-    """Have ranks of one replica of two shards run a head each."""
-    return heard(lambda: through_heads(rank, [[0], [1], [0], [1]], (2, 2), steps=1))
+def apart(rank: int, heads: list[int]) -> str:
+    """Have each rank of two replicas of two shards run a head."""
+    return heard(lambda: through_heads(rank, [[head] for head in heads], (2, 2), steps=1))
 
 
 def test_replicas_are_apart_and_their_ranks_are_not() -> None:
     """Replicas may reach other parameters, ranks of one may not."""
-    for each in run_on_ranks(4, within_a_replica):
+    assert run_on_ranks(4, apart, [0, 0, 1, 1]) == [""] * 4
+    for each in run_on_ranks(4, apart, [0, 1, 0, 1]):
         assert "have reached different parameters" in each
 
 

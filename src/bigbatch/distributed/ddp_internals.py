@@ -17,8 +17,7 @@ def silence(wrapper: DistributedDataParallel) -> None:
 
 def share_buffers(wrapper: DistributedDataParallel) -> None:
     """Send the first rank's buffers to all, where the wrapper was told to."""
-    wanted = getattr(wrapper, "forward_sync_buffers", None)  # broadcast_buffers before torch 2.13
-    if (wrapper.broadcast_buffers if wanted is None else wanted) and wrapper.modules_buffers:
+    if wrapper.broadcast_buffers and wrapper.modules_buffers:
         wrapper._sync_buffers()  # noqa: SLF001 - as its own forward does
 
 

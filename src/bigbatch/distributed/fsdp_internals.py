@@ -126,8 +126,6 @@ def _set_waiting(each: Any, gradient: Tensor | None) -> None:
 def replicas_of(groups: Sequence[Any]) -> dist.ProcessGroup | None:
     """Return the ranks that hold the same shards as this one; None where there are none, or they cannot be apart."""
     found: dist.ProcessGroup | None = getattr(groups[0].mesh_info, "replicate_process_group", None)
-    if found is None or dist.get_world_size(found) == 1:
-        return None
     with within_a_replica(groups), suppress(AssertionError):  # as FSDP says that there are none
         if any(group._all_reduce_process_group is not None for group in groups):  # noqa: SLF001
             return None  # another version of torch may know of them elsewhere

@@ -46,11 +46,11 @@ class Ranks(Team):
         self._names = dist.get_process_group_ranks(group)
         self._loops = 0
         self._reached = 0  # one number of the shards that backwards have reached since ranks compared it
-        self._number = 0  # of all that these processes make together: the same on every rank
 
     def serve(self, owner: object) -> None:
         """Begin. It is counted only now, so that one which was refused on one rank alone leaves numbers the same."""
         super().serve(owner)
+        # Of all that these processes make together: the same on every rank.
         self._number = _made[self.group] = _made.get(self.group, 0) + 1
 
     def open_window(self) -> None:
@@ -70,7 +70,7 @@ class Ranks(Team):
         """
         place = f"{place} (loop {self._loops} of Accumulator or BigStep {self._number})"
         found = self._gather([code, fingerprint(place), *numbers], device)
-        codes, was, self.spoken = {row[0] for row in found}, self.spoken, True
+        codes = {row[0] for row in found}
         if _FAILED in codes:
             failed = ", ".join(str(name) for name, row in zip(self._names, found, strict=True) if row[0] == _FAILED)
             raise RankFailed(
@@ -81,6 +81,7 @@ class Ranks(Team):
             self.spoken = self.elsewhere = False  # nothing that was said of this window holds
             raise OthersTryAgain
         if _SEVERAL in codes:
+            self.spoken = True
             raise SeveralCounts("the terms of this loss were averaged over different things, on some rank.")
         if len({row[1] for row in found}) > 1:
             said = self._exchange((is_across, place))
@@ -91,7 +92,6 @@ class Ranks(Team):
                 "`over` is inside another's, as many accumulators and BigSteps; and the same operations of `across` "
                 "in the same order, also in backward: no `if` on the rank or on the data, no other shapes",
             )
-        self.spoken = was
         return [row[_HEADER:] for row in found]
 
     def fail(self, device: torch.device) -> None:
@@ -110,11 +110,11 @@ class Ranks(Team):
                 self.rows("the end of a window", [], device, code=_SEVERAL)
 
     def _gather(self, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
-        assert len(numbers) <= _NUMBERS  # noqa: S101 - a longer row than others send would leave all of them waiting
-        row = torch.zeros(_NUMBERS, dtype=torch.float64, device=self.wire(device))
-        row[: len(numbers)] = torch.stack(
-            [torch.as_tensor(each, dtype=torch.float64, device=row.device) for each in numbers]
-        )
+        here = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+        row = torch.tensor([*here, *[0.0] * (_NUMBERS - len(here))], dtype=torch.float64, device=self.wire(device))
+        for place, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                row[place] = number
         every = row.new_empty(self.size, _NUMBERS)
         with naming_lost_ranks():
             dist.all_gather(list(every.unbind()), row, group=self.group)

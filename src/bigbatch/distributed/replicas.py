@@ -131,7 +131,7 @@ def add_up(
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=ranks.group)
         gradients.fill(anywhere.bool().tolist())
     gradients.scale(correction)
-    dense = gradients.dense() if dist.get_world_size(group) > 1 else []
+    dense = gradients.dense()
     for device in dict.fromkeys(gradient.device for gradient in dense):
         for bucket in _take_tensors([gradient for gradient in dense if gradient.device == device], _BUCKET):
             # A lone tensor may be large, and is sent from where it is.
