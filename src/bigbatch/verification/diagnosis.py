@@ -19,14 +19,7 @@ from bigbatch.verification.comparison import Compared, name_of
 from bigbatch.verification.loop_recorder import LoopRecord
 from bigbatch.verification.result import OUTSIDE, Cause, cause, listed, number
 from bigbatch.verification.runner import Runner, Strategy, first_line
-from bigbatch.verification.suspects import (
-    coupling_place,
-    irreproducible_place,
-    random_numbers,
-    training_norms,
-    written_state,
-)
-from bigbatch.verification.switches import NOTHING, OUTPUTS, PLACE, Off
+from bigbatch.verification.suspects import LOOKS, NOTHING, OUTPUTS, PLACE, Off, coupling_place, irreproducible_place
 from bigbatch.verification.tolerance import FAR, Comparison, Gradients, is_zero, overall, relative
 from bigbatch.verification.weights import Fit, fit, mistakes, near, proportion, sampled
 
@@ -102,7 +95,7 @@ class Diagnosis:
         """Turn off what is in the model, one thing after another, until the difference is gone."""
         runner, self._rest = self._runner, self._compared(NOTHING)
         is_exact = self._strategy.name == "BigStep" and self._strategy.options.batch_norm == "exact"
-        for look in (random_numbers, written_state, training_norms):
+        for look in LOOKS:
             seen = None if self._is_gone(self._rest) else runner.attempt(partial(look, runner), None)
             off = self._off if seen is None else self._off | {seen.kind}
             after = None if seen is None else runner.attempt(partial(self._compared, off), None)

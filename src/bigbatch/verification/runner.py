@@ -26,7 +26,7 @@ from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import devices_of
 from bigbatch.verification.loop_recorder import LoopRecord, TrainWindow
 from bigbatch.verification.model_copy import ModelCopy
-from bigbatch.verification.switches import NOTHING, Off, turn_off
+from bigbatch.verification.suspects import NOTHING, Off, turn_off
 from bigbatch.verification.tolerance import Gradients, add, read_gradients
 
 LossFunction = Callable[[Any, Any], Any]
