@@ -23,9 +23,8 @@ MARGIN = 0.03  # of the budget, left free: an allocator's holes, and what a step
 PROBES = 6
 HALVINGS = 4  # more, where a size ran out of memory: that says one thing, too large, and a peak says how much
 TIE = 1.02  # as fast as makes no difference
-_SECOND = 8  # samples: enough to be above a peak that has nothing to do with samples
 _SLOWER = 1.05  # than the fastest that may still fit: worth another probe
-_FURTHEST = 64  # times the largest size measured: a line through two small sizes says little further out
+_FURTHEST = 64  # times the largest size that fits: a line through two small sizes says little further out
 
 
 @dataclass(frozen=True)
@@ -120,21 +119,16 @@ class _Search:
             return None
         if not self._left and not self._is_worth_more(low.size, between[-1]):
             return None
-        if len(self._seen) == 1:
-            wanted: float = _SECOND
-        elif high is None:
+        wanted: float = between[len(between) // 2]  # few sizes are large, so this is well below where memory ran out
+        if high is None:
             wanted = low.size * _FURTHEST
         elif bound < high.size and (high.peak_bytes is None or len(over) > 1):
             wanted = bound
-        else:
-            # Running out of memory does not say how much was missing: stay well below it. A peak does: a chord is
-            # never below the peaks between, so where it leaves the budget still fits. Where that is close to `low`,
-            # a second peak over the limit tells more: the line through both leads back to where they leave it.
-            few = len(between) < 2 ** (self._left or self._more)  # few enough to halve them until one is left
-            wanted = between[len(between) // 2] if few else math.sqrt(low.size * between[-1])
-            if high.peak_bytes is not None:
-                chord = _crossing([low, high], self.limit)
-                wanted = chord if chord >= wanted else between[-1]
+        elif high.peak_bytes is not None:
+            # A chord is never below the peaks between, so where it leaves the budget still fits. Where that is close
+            # to `low`, a second peak over the limit tells more: the line through both leads back to where they leave it.
+            chord = _crossing([low, high], self.limit)
+            wanted = chord if chord >= wanted else between[-1]
         return max((size for size in between if size <= wanted), default=between[0])
 
     def _is_worth_more(self, now: int, hoped: int) -> bool:
