@@ -76,6 +76,12 @@ def steps(network: nn.Module, data: list[Batch], loss: Loss, make: Callable[...,
     return [step(batch) for batch in data]
 
 
+def sgd_step(network: nn.Module, loss: Any, size: int, *, lr: float, **options: Any) -> BigStep:
+    """A step with SGD."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr)
+    return BigStep(network, optimizer, loss, micro_batch_size=size, options=Options(**options))
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda", "pinned"])
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -226,13 +232,7 @@ def test_mixed_precision_is_no_less_precise_than_the_plain_way(
 
     twin = copy.deepcopy(network)
     seen: list[Tensor] = []
-    step = BigStep(
-        twin,
-        torch.optim.SGD(twin.parameters(), lr=0.0),
-        loss_fn,
-        micro_batch_size=4,
-        options=Options(cuda_graph=cuda_graph),
-    )
+    step = sgd_step(twin, loss_fn, 4, lr=0.0, cuda_graph=cuda_graph)
     step.before_step(lambda: seen.append(torch.cat([p.grad.flatten().double() for p in twin.parameters()])))  # type: ignore[union-attr]
     for _ in range(3):
         with nullcontext() if autocast_inside else torch.autocast("cuda", dtype):
@@ -254,7 +254,7 @@ def test_hooks_on_parameters_still_see_their_gradients() -> None:
     seen: list[torch.Size] = []
     network.up.weight.register_hook(lambda gradient: seen.append(gradient.shape))
     network.tokens.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), places, micro_batch_size=8)
+    step = sgd_step(network, places, 8, lr=0.1)
     with torch.autocast("cuda", torch.bfloat16):
         step(text())
     assert seen.count(network.up.weight.shape) == 3
@@ -277,7 +277,7 @@ def test_a_gradient_penalty_takes_the_plain_way() -> None:
         p.requires_grad_(False)
     twin = copy.deepcopy(network)
     batch = text()
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), penalised, micro_batch_size=8)
+    step = sgd_step(network, penalised, 8, lr=0.1)
     with torch.autocast("cuda", torch.bfloat16):
         step(batch)
         penalised(twin, tuple(leaf.cuda() for leaf in batch)).backward()  # type: ignore[arg-type]
@@ -292,13 +292,7 @@ def test_weights_are_cast_anew_after_every_update(cuda_graph: bool) -> None:
     for spanning in (True, False):
         torch.manual_seed(0)
         network = Tower().cuda()
-        step = BigStep(
-            network,
-            torch.optim.SGD(network.parameters(), lr=0.5),
-            places,
-            micro_batch_size=8,
-            options=Options(cuda_graph=cuda_graph),
-        )
+        step = sgd_step(network, places, 8, lr=0.5, cuda_graph=cuda_graph)
         if spanning:
             with torch.autocast("cuda", torch.bfloat16):
                 found = [step(text()) for _ in range(6)]
@@ -356,7 +350,7 @@ def test_a_backward_inside_the_backward_adds_nothing() -> None:
         return out.float().square().mean()
 
     batch = text()
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), hooked, micro_batch_size=8)
+    step = sgd_step(network, hooked, 8, lr=0.1)
     with torch.autocast("cuda", torch.bfloat16):
         step(batch)
         hooked(twin, [leaf.cuda() for leaf in batch]).backward()
@@ -382,7 +376,7 @@ def test_checkpointed_layers_are_exact(use_reentrant: bool) -> None:
         return F.cross_entropy(F.linear(hidden, network.tokens.weight).flatten(0, 1), batch[1].flatten())
 
     batch = text()
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), checkpointed, micro_batch_size=8)
+    step = sgd_step(network, checkpointed, 8, lr=0.1)
     with torch.autocast("cuda", torch.bfloat16):
         step(batch)
         checkpointed(twin, [leaf.cuda() for leaf in batch]).backward()
@@ -403,7 +397,7 @@ def test_a_regulariser_of_weights_counts_once() -> None:
         return found
 
     x = torch.randn(12, 16)
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=1e-3), loss_fn, micro_batch_size=4)
+    step = sgd_step(network, loss_fn, 4, lr=1e-3)
     with torch.autocast("cuda", torch.bfloat16):
         step(x)
         loss_fn(twin, x.cuda()).backward()
@@ -418,12 +412,7 @@ def test_padding_of_an_embedding_stays_untrained() -> None:
     table = nn.Embedding(96, 8, padding_idx=0).cuda()
     both = nn.Sequential(table, nn.Linear(8, 1).cuda())
     before = table.weight.detach().clone()
-    step = BigStep(
-        both,
-        torch.optim.SGD(both.parameters(), lr=1.0),
-        lambda network, x: (network(x) - 1).square().mean(),
-        micro_batch_size=2,
-    )
+    step = sgd_step(both, lambda network, x: (network(x) - 1).square().mean(), 2, lr=1.0)
     with torch.autocast("cuda", torch.bfloat16):
         step(torch.tensor([[0, 1], [0, 2], [3, 0], [0, 0]]))
     assert torch.equal(before[0], table.weight[0])
@@ -577,13 +566,7 @@ def test_captured_dropout_draws_new_masks() -> None:
 
     x, y = batches([4], torch.float32)[0]
     batch = (x.repeat(4, 1), y.clamp(min=0).repeat(4))
-    step = BigStep(
-        network,
-        torch.optim.SGD(network.parameters(), lr=0.0),
-        loss_fn,
-        micro_batch_size=4,
-        options=Options(cuda_graph=True),
-    )
+    step = sgd_step(network, loss_fn, 4, lr=0.0, cuda_graph=True)
     outputs = [step(batch).extras for _ in range(4)]
     parts = [part for out in outputs for part in out.split(4)]
     assert all(not torch.equal(parts[0], part) for part in parts[1:])
@@ -681,13 +664,7 @@ def test_running_out_of_memory_for_real_loses_nothing(cuda_graph: bool) -> None:
         if cap is not None:
             torch.cuda.set_per_process_memory_fraction(cap / total_bytes)
         try:
-            step = BigStep(
-                network,
-                torch.optim.SGD(network.parameters(), lr=0.1),
-                loss_fn,
-                micro_batch_size=size,
-                options=Options(cuda_graph=cuda_graph),
-            )
+            step = sgd_step(network, loss_fn, size, lr=0.1, cuda_graph=cuda_graph)
             updates = [step(batch) for _ in range(3)]
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -731,13 +708,7 @@ def test_a_step_that_is_gone_holds_no_memory() -> None:
     held = []
     for _ in range(3):
         network = wide(2048, 4)
-        step = BigStep(
-            network,
-            torch.optim.SGD(network.parameters(), lr=0.1),
-            lambda network, x: network(x).square().mean(),
-            micro_batch_size=2048,
-            options=Options(cuda_graph=True),
-        )
+        step = sgd_step(network, lambda network, x: network(x).square().mean(), 2048, lr=0.1, cuda_graph=True)
         for _ in range(3):
             step(torch.randn(8192, 2048))
         del step, network
