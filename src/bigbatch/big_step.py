@@ -127,7 +127,7 @@ class BigStep:
         self._together = Together(self._models, self._runner, self._mover.device, options.activations, norms_meet=meet)
         self._buffers: Buffers | None = None  # as they were, and which of them move
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
-        self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
+        self._told_of_buffers = False  # that a forward writes to some
         self._divided_again = False  # whether memory has run out before a batch was cut
         self._padding: Padding | None = None
         self._stepper.watch()
@@ -181,7 +181,6 @@ class BigStep:
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
         self._check.passed(stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
-        self._looked_at_buffers = self._looked_at_buffers or done.update.micro_batches > 1
         if done.written and not self._told_of_buffers:
             self._told_of_buffers = True
             warn_of_written(done.written)
@@ -371,7 +370,7 @@ class BigStep:
                 else:
                     extras = self._one_by_one(window, micro_batches, division)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
-                looks = len(division) > 1 and (not self._looked_at_buffers or looked)
+                looks = looked and len(division) > 1
                 written = before.buffers.written(self._together.statistics) if looks else []
                 update = self._closed(window, stepping=stepping)
         except BaseException as error:
