@@ -157,7 +157,8 @@ def test_a_batch_changed_in_place_is_noticed() -> None:
 def test_arrays_may_be_written_into() -> None:
     """Nothing tells when an array was changed, so every micro-batch has its own: those that all share, too."""
     x, weight = np.arange(12.0).reshape(4, 3), np.ones(3)
-    batch = Batch.of({"x": x, "weight": weight, "tensor": torch.zeros(4)})
+    batch = Batch.of({"x": x, "weight": weight, "tensor": torch.zeros(4), "names": list("abcd")})
+    assert batch.take([2, 0])["names"] == ["c", "a"]
     for indices in (slice(0, 4), [2, 0]):
         taken = batch.take(indices)
         taken["x"] -= 5

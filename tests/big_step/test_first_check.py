@@ -348,6 +348,17 @@ def checkpointed(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(found, batch[1])
 
 
+def quadruples(model: Any, batch: Batch) -> Tensor:
+    """The largest features of each four samples; takes more memory than a piece may in any case."""
+    _ = batch[0].new_ones(1 << 23)
+    return model(batch[0]).view(-1, 4, 4).flatten(1).topk(5, dim=1).values.mean()
+
+
+def constant(model: Any, batch: Batch) -> Tensor:
+    """Its gradient is rounding alone."""
+    return model(batch[0]).softmax(-1).sum(-1).mean()
+
+
 class Recurrent(nn.Module):
     """Two layers with dropout between them, which only the recurrent module knows of."""
 
@@ -403,6 +414,8 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "masked": (partial(drawing, "F.dropout"), masked),
     "counts": (partial(drawing, "F.dropout"), counts),
     "a sum": (partial(drawing, "F.dropout"), summed),
+    "quadruples": (partial(drawing, "F.dropout"), quadruples),
+    "a constant": (net, constant),
     "checkpointed": (partial(drawing, "F.dropout"), checkpointed),
     "raises in evaluation": (lambda: net(between=lambda h, on: F.dropout(h) if on else 1 / 0), plain),
     "no graph in evaluation": (lambda: net(between=lambda h, on: F.dropout(h) if on else h.detach()), plain),
