@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
@@ -254,7 +255,7 @@ REFUSED = {
         samples=24,
         said=r"BatchNorm is called \d+ times .*ghost",
     ),
-    "a state that is left for the next call": Refused(make=lambda *how, **_: Kept().to(how[1]), samples=12),
+    "a state that is left for the next call": Refused(make=lambda *how, **_: Kept().to(how[1]), samples=8),
     **{what: Refused(make=partial(net, between=between), sizes=BOTH, samples=8) for what, between in INSIDE.items()},
 }
 
@@ -354,9 +355,11 @@ def quadruples(model: Any, batch: Batch) -> Tensor:
     return model(batch[0]).view(-1, 4, 4).flatten(1).topk(5, dim=1).values.mean()
 
 
-def constant(model: Any, batch: Batch) -> Tensor:
-    """Its gradient is rounding alone."""
-    return model(batch[0]).softmax(-1).sum(-1).mean()
+def _unwatched(h: Tensor, _: bool) -> Tensor:
+    """Fail under a mode that sees all operations, as flex attention does."""
+    if _get_current_dispatch_mode() is not None:
+        raise NotImplementedError
+    return h
 
 
 class Recurrent(nn.Module):
@@ -415,7 +418,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "counts": (partial(drawing, "F.dropout"), counts),
     "a sum": (partial(drawing, "F.dropout"), summed),
     "quadruples": (partial(drawing, "F.dropout"), quadruples),
-    "a constant": (net, constant),
+    "an operation that cannot be watched": (lambda: net(between=_unwatched), plain),
     "checkpointed": (partial(drawing, "F.dropout"), checkpointed),
     "raises in evaluation": (lambda: net(between=lambda h, on: F.dropout(h) if on else 1 / 0), plain),
     "no graph in evaluation": (lambda: net(between=lambda h, on: F.dropout(h) if on else h.detach()), plain),
