@@ -125,8 +125,8 @@ class _Search:
         elif bound < high.size and (high.peak_bytes is None or len(over) > 1):
             wanted = bound
         elif high.peak_bytes is not None:
-            # A chord is never below the peaks between, so where it leaves the budget still fits. Where that is close
-            # to `low`, a second peak over the limit tells more: the line through both leads back to where they leave it.
+            # A chord is never below the peaks between, so where it leaves the budget still fits. Where that is close to
+            # `low`, a second peak over the limit tells more: the line through both leads back to where they leave it.
             chord = _crossing([low, high], self.limit)
             wanted = chord if chord >= wanted else between[-1]
         return max((size for size in between if size <= wanted), default=between[0])
