@@ -13,9 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bigbatch import Accumulator, BigStep
-from bigbatch.errors import LossError
-from bigbatch.loss.origin import Surroundings
-from bigbatch.loss.readings import Reader
 from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import Batch, join, rows, seeded
 from tests.support.strategies import Epoch, epochs, readable
@@ -142,21 +139,3 @@ def test_every_loss_is_read_under_a_mode(epoch: Epoch) -> None:
         watched.train(epoch.batches)
     alone.train(epoch.batches)
     assert distance(watched.weights, alone.weights) <= 1e-15  # torch itself adds some up in another order there
-
-
-@pytest.mark.parametrize("mode", [Dispatched, Called])
-def test_reading_is_unseen_and_what_follows_is_not(mode: Callable[[], Dispatched | Called]) -> None:
-    """At a first reading, at one that is remembered, and after a refusal; modes stay in their order."""
-    model = plain()
-    own = frozenset(id(p) for p in model.parameters())
-    reader = Reader(Surroundings(own=own, is_weight=lambda _: False, micro_batch_norm=False))
-    losses = [loss_of(model, rows(4, seed)) for seed in (0, 1)]
-    coupled = model(rows(4, 0)["x"]).std(0).mean()
-    with mode() as outer, mode() as inner:
-        for loss in losses:
-            assert reader.read(loss)
-        with pytest.raises(LossError):
-            reader.read(coupled)
-        assert outer.seen == inner.seen == []
-        torch.add(losses[0], 1.0)
-        assert len(outer.seen) == len(inner.seen) == 1

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 from bigbatch import Accumulator, counted
-from bigbatch.errors import BigBatchError, ConfigurationError
+from bigbatch.errors import BigBatchError
 from tests.support.losses import SEVERAL, kept, masked_and_mean, squares
 from tests.support.messages import approve
 from tests.support.reference import sgd, trained
@@ -180,11 +180,6 @@ def test_what_cannot_work_is_answered_at_once(name: str) -> None:
         REFUSED[name]()
     approve("accumulator", name, caught.value)
     assert isinstance(caught.value, ValueError) is not isinstance(caught.value, RuntimeError)
-
-
-def test_an_argument_that_cannot_work_is_a_value_error() -> None:
-    """So that code that knows nothing of bigbatch may catch it."""
-    assert issubclass(ConfigurationError, ValueError)
 
 
 def known(batch: Batch) -> Tensor:

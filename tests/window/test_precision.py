@@ -12,6 +12,7 @@ from bigbatch import Accumulator, BigStep, Options, counted
 from bigbatch.errors import SeveralCounts
 from tests.support.reference import big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, mlp, rows
+from tests.support.training import Training
 
 HALVES = [torch.bfloat16, torch.float16]
 OptimizerFactory = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -186,19 +187,16 @@ def is_clean(parameters: Sequence[Tensor]) -> bool:
 
 
 def test_parameters_are_left_as_they_were() -> None:
-    """After a step, after `discard` and after a failure: no gradient is left, and no float32 one would be accepted."""
-    model = mlp()().bfloat16()
+    """After a step and after `discard`: no gradient is left, and no float32 one would be accepted."""
+    model, batch = mlp()().bfloat16(), rows(3, 0)
     parameters = trained(model)
     accumulator = Accumulator(model, sgd(parameters), steps=2)
-    batch = rows(3, 0)
-    assert is_clean(parameters)
-    accumulator.backward(low_loss(model, batch))
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
-    accumulator.backward(low_loss(model, batch))
-    assert is_clean(parameters)
-    accumulator.backward(low_loss(model, batch))
-    accumulator.discard()
-    assert is_clean(parameters)
+    ends: list[Callable[[], Any]] = [lambda: accumulator.backward(low_loss(model, batch)), accumulator.discard]
+    for end in ends:
+        accumulator.backward(low_loss(model, batch))
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
+        end()
+        assert is_clean(parameters)
     low_loss(model, batch).backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in parameters)
 
@@ -247,18 +245,15 @@ def test_parameters_of_both_kinds_in_one_window() -> None:
 
 def test_several_weights_in_a_low_precision_loss_are_refused() -> None:
     """Terms with weights of their own are weighed inside the graph, which would round them."""
-    model = mlp()().bfloat16()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=lambda batch: (kept(batch), len(batch["x"])))
-    batches = iter(accumulator.over([rows(3, 0), rows(2, 1)]))
 
-    def loss(batch: Batch) -> Tensor:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
         out = model(batch["x"].bfloat16())
         return counted(F.cross_entropy(out, batch["partly"]), kept(batch)) + counted(out.mean(), len(batch["x"]))
 
-    with pytest.raises(
-        SeveralCounts, match=r"bfloat16 loss would round them.*\n.*criterion\(logits.float\(\), labels\)"
-    ):
-        accumulator.backward(loss(next(batches)))
+    case = Loss("low", lambda: mlp()().bfloat16(), rows, loss)
+    told = r"bfloat16 loss would round them.*\n.*criterion\(logits.float\(\), labels\)"
+    with pytest.raises(SeveralCounts, match=told):
+        Training(2, case=case, counts=lambda b: (kept(b), len(b["x"]))).train(case.micro_batches((3, 2)))
 
 
 @pytest.mark.parametrize("lock_step", [False, True])
