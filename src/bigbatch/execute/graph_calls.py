@@ -16,7 +16,8 @@ from bigbatch.execute.graph_replay import MICRO_STEPS, WINDOWS, Replayed, copied
 from bigbatch.loss.count import LOW_PRECISION, Term
 from bigbatch.state.snapshot import devices_of
 from bigbatch.window.stepper import Stepper
-from bigbatch.window.window import Recorded, Window
+from bigbatch.window.tally import Ledger
+from bigbatch.window.window import Window
 
 if TYPE_CHECKING:
     from bigbatch.execute.micro_step import Runner
@@ -163,7 +164,7 @@ class WholeWindows:
         if len(devices) > 1:
             raise NotCapturable(f"its parameters are on {len(devices)} devices")
 
-    def _recorded(self, window: Window, fixed: list[Any], launch: Launch) -> tuple[list[Any], Recorded]:
+    def _recorded(self, window: Window, fixed: list[Any], launch: Launch) -> tuple[list[Any], Ledger]:
         """Run a window whose counts are not read."""
         window.recording = True
         try:

@@ -56,17 +56,12 @@ def weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dict
         )
     of = dict(weights.each)
     for term in terms:
-        if term.shared and term.node in of:
+        if term.node is not None and term.node in of and (term.shared or is_leaf(term.node)):
             raise SeveralCounts(
-                f"a term of this loss ({term.name}) needs a weight of its own, and its value is used elsewhere in the "
-                "loss, too.\n"
+                f"a term of this loss ({term.name}) needs a weight of its own, and is a bare parameter, or its value "
+                "is used elsewhere in the loss, too.\n"
                 "Give the term a place of its own:  counted(term, 'once'), or counted(term, n) for a mean over n things"
             )
-    if any(map(is_leaf, of)):
-        raise SeveralCounts(
-            "a bare parameter stands as a term beside a sum, and cannot carry a weight of its own.\n"
-            "Say that it counts once per window:  loss = x.sum() + counted(parameter, 'once')"
-        )
     return [node.register_prehook(_weigher(node, weight, factors)) for node, weight in of.items()]
 
 

@@ -74,6 +74,8 @@ class Ledger:
     zeros: bool = False  # whether a micro-batch's loss was zero, by a factor
     whole: bool = False  # whether a mean was over all samples
     nothings: Count = 0.0  # micro-batches that a device has found to count nothing, when they were added; with ranks
+    precise: bool = False  # whether the latest loss was of float64
+    first_count: Tensor | None = None  # on its way to the host
     shares_once: bool = False  # whether this rank's share of a term that counts once has been added
 
     def __init__(
@@ -176,6 +178,7 @@ class Ledger:
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
         self.micro_batches += 1
+        self.precise = loss.dtype == torch.float64
         if not terms:
             self.zeros = True
             return
@@ -209,7 +212,7 @@ class Ledger:
     def begin_alike(self, before: "Ledger", count: float) -> None:
         """Begin with a mean over a `count` that was read as those of the ledger `before`, which is plain."""
         self.kind, self.names, self.factors, self.whole = before.kind, before.names, before.factors, before.whole
-        self.reference, self.provisional = [count], count * self.steps
+        self.reference, self.provisional, self.precise = [count], count * self.steps, before.precise
 
     @property
     def is_plain(self) -> bool:
@@ -288,9 +291,10 @@ class Ledger:
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
                 raise other_total(place, len(self.came), float(came), float(total))
 
-    def statement(self, *, precise: bool) -> Statement:
+    def statement(self) -> Statement:
         """Return what this window came to."""
-        return Statement(self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, precise)
+        totals = self.kind, self.total, self.loss, self.plain
+        return Statement(*totals, self.micro_batches, self.loss_known, self.precise)
 
     def correction(self, agreement: Statement | None = None) -> Count:
         """Return what the summed gradient is to be multiplied with; `agreement` is that of all ranks."""

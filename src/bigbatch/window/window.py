@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from bigbatch.window.same_loss import several
 from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger, Weights
-
-
-class Recorded(NamedTuple):
-    """What a captured window came to: its tensors lie where replays write them."""
-
-    ledger: Ledger
-    precise: bool
-    first_count: Tensor | None
 
 
 @dataclass(slots=True)
@@ -69,8 +61,6 @@ class Window:
 
     passed_by: int = 0  # passes that added nothing, for company
     recording: bool = False  # whether what is launched is captured, and nothing computed yet
-    _precise: bool = False  # whether the latest loss was of float64
-    _first_count: Tensor | None = None  # on its way to the host
     _reached: bool = False  # whether any gradient has come yet
     _around: ExitStack | None = None  # what is to hold during that
     _failure: tuple[BaseException | None, str] | None = None  # what failed, and what is true of the window since
@@ -148,7 +138,7 @@ class Window:
             self._note_gradients()
             if not self._shown:
                 self._show(terms, weights)
-        self._enter(terms, weights, loss, factors)
+        self.ledger.enter(terms, weights, loss, factors)
         if reading is None or not (only_own and self._shown and team.is_alone and ledger.is_plain and loss.is_cpu):
             return None
         is_weighed = self._stepper.scaler is None and dtype not in LOW_PRECISION and self.residual == 1.0
@@ -161,7 +151,6 @@ class Window:
             self.check()
         else:
             ledger.begin_alike(alike.ledger, count)
-            self._precise = alike.dtype is torch.float64
         weight: float = count / ledger.provisional  # type: ignore[operator, assignment]  # a number: is_plain
         self.state = BROKEN
         if alike.start is None or alike.weight != weight:
@@ -213,7 +202,7 @@ class Window:
             self._note_gradients()
             scale = found[0].reshape(())
             known = {} if weights.of_value is not None else {node: factor / scale for node, factor in factors.items()}
-            self._enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
+            self.ledger.enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
             self._failure, self.state = None, OPEN
 
         around.enter_context(self._team.around_backward(self.gradients.parameters, adds=not weights.nothing))
@@ -248,7 +237,7 @@ class Window:
             else:
                 gradients.drop_unused()
                 self._refuse_unreached()
-            self._enter(terms, weight, loss, factors)
+            self.ledger.enter(terms, weight, loss, factors)
             if not left:
                 self.state = OPEN
 
@@ -269,20 +258,18 @@ class Window:
             self._await(terms)
         if not self._shown:
             self._show(terms, weights)
-        self._enter(terms, weights, loss, {})
+        self.ledger.enter(terms, weights, loss, {})
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> Ledger:
         """Return what was captured, as it is: everything is in there, to the last sum."""
         self.ledger.fold()
-        return Recorded(copy.copy(self.ledger), self._precise, self._first_count)
+        return copy.copy(self.ledger)
 
-    def take(self, recorded: Recorded) -> None:
+    def take(self, recorded: Ledger) -> None:
         """Take over what a replay of a whole window has come to, in copies: the next one writes to the same places."""
-        self.ledger.take(recorded.ledger)
-        self._precise = recorded.precise
-        self._first_count = None if recorded.first_count is None else recorded.first_count.clone()
-        if self._first_count is not None:
-            self._stepper.arrival.start(self._first_count)
+        self.ledger.take(recorded)
+        if self.ledger.first_count is not None:
+            self._stepper.arrival.start(self.ledger.first_count)
         self.gradients.remember()
 
     def _agree_on_unit(self, terms: list[Term]) -> None:
@@ -297,7 +284,7 @@ class Window:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
         for term in terms:
             if isinstance(term.count, Tensor):
-                self._first_count = term.count
+                self.ledger.first_count = term.count
                 if not self.recording:
                     self._stepper.arrival.start(term.count)
                 return
@@ -347,10 +334,6 @@ class Window:
         if mean is not None and not weights.each and self._witness is not None:
             self._witness.first(self, weights.whole * self.scale, mean.count)
 
-    def _enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
-        self._precise = loss.dtype == torch.float64
-        self.ledger.enter(terms, weights, loss, factors)
-
     def check(self) -> None:
         """Raise where the window cannot go on."""
         if self.state is not OPEN:
@@ -393,7 +376,7 @@ class Window:
             ledger.refuse_other_totals()
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
-        mine = ledger.statement(precise=self._precise)
+        mine = ledger.statement()
         agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         loss, _ = agreement.big_loss(), finite(agreement.total)
         nothings = ledger.nothings if team.is_alone else agreement.nothings  # a device is not waited for
@@ -470,7 +453,7 @@ class Window:
 
     def _counted_anything(self, agreement: Statement) -> bool:
         """Whether anything was counted, by anyone; an empty window makes no update."""
-        is_under_way = self._first_count is not None and agreement.kind in {"mean", "known"}
+        is_under_way = self.ledger.first_count is not None and agreement.kind in {"mean", "known"}
         if is_under_way and self._stepper.arrival.read() > 0:
             return True
         if agreement.kind == "mean":
@@ -493,7 +476,7 @@ class Window:
         return {
             "gradients": self.gradients.snapshot(),
             "residual": residual.clone() if isinstance(residual, Tensor) else residual,
-            "double": self._precise,
+            "double": self.ledger.precise,
             **self.ledger.state_dict(),
         }
 
@@ -507,7 +490,7 @@ class Window:
         except BaseException:
             self.gradients.release()
             raise
-        self._precise = bool(state["double"])
+        self.ledger.precise, self.ledger.first_count = bool(state["double"]), None
         self._shown = True  # or never: its first gradient has others added to it by now
 
 
