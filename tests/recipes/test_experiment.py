@@ -94,28 +94,24 @@ def test_a_leftover_that_is_carried_over_counts_as_used(clears: bool, used: int)
 
 
 def test_clipping_changes_every_arm_and_no_equality(textbook: Comparison) -> None:
-    """The pages' bonus: with a small norm all arms learn less, and bigbatch still equals the true batch."""
+    """With a small norm all arms learn less, and bigbatch equals the true batch; 1.0 clips single batches alone."""
     clipped = compare(TEXTBOOK, seeds=1, clip_norm=0.05)
     assert all(slow.loss.mean > fast.loss.mean for slow, fast in zip(clipped.arms, textbook.arms, strict=True))
     assert clipped.arms[2].distance <= 1e-12
-
-
-def test_the_textbooks_clip_meets_no_accumulated_gradient() -> None:
-    """At 1.0, its bonus: the four arms of 64 go on unclipped; single batches are noisier."""
-    small, *others = (arm.clipped.mean for arm in compare(TEXTBOOK, seeds=2, clip_norm=1.0).arms if arm.clipped)
+    small, *others = (arm.clipped.mean for arm in compare(TEXTBOOK, seeds=1, clip_norm=1.0).arms if arm.clipped)
     assert small > 0
     assert others == [0, 0, 0, 0]
 
 
-def test_the_same_seed_gives_the_same_numbers(textbook: Comparison) -> None:
+def test_the_same_seed_gives_the_same_numbers() -> None:
     """Only times differ between two runs; the global random state and the threads are left alone."""
     state = torch.random.get_rng_state()
     torch.set_num_threads(2)
-    again = compare(TEXTBOOK, seeds=2)
+    both = (compare(TEXTBOOK, seeds=1, epochs=2) for _ in range(2))
+    one, other = ([dataclasses.replace(arm, ms_per_epoch=0) for arm in each.arms] for each in both)
+    assert one == other
     assert torch.equal(state, torch.random.get_rng_state())
     assert torch.get_num_threads() == 2
-    one, other = ([dataclasses.replace(arm, ms_per_epoch=0) for arm in each.arms] for each in (textbook, again))
-    assert one == other
 
 
 def test_every_epoch_is_told_and_nothing_runs_without_one() -> None:
