@@ -377,9 +377,10 @@ def test_on_a_device_all_turns_are_on_one_processor() -> None:
     with thread_state.staying_on(max(before)):
         here = thread_state.this_processor()
     assert here == max(before)
-    for processor, expected in ((None, before), (here, frozenset({here})), (100_000, before)):
-        found = side_by_side(crew, task, carried=replace(plain, processor=processor))
-        assert found == [(expected, os.SCHED_BATCH)] * 3
+    on_one = frozenset({here})
+    for tasks, processor, expected in ((3, None, before), (3, here, on_one), (3, 100_000, before), (1, here, before)):
+        found = side_by_side(crew, task, tasks, replace(plain, processor=processor))
+        assert found == [(expected, os.SCHED_BATCH)] * tasks
     assert (frozenset(os.sched_getaffinity(0)), os.sched_getscheduler(0)) == (before, scheduled)
 
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
@@ -109,6 +110,8 @@ class Crew:
                 f"{number:,}: {error}.",
                 fix="fewer, larger micro-batches:  BigStep(..., micro_batch_size=...); or a higher limit (ulimit -u)",
             ) from error
+        if number == 1:
+            carried = replace(carried, processor=None)  # nobody takes turns with it
         return _Turns(task, self._seats[:number], carried, round_).run()
 
 
