@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bigbatch_lint.output.check import Checked, check_source, lint
 from bigbatch_lint.output.config import Settings, UsageError, settings_of
-from bigbatch_lint.output.report import Finding, as_github, as_text, escaped, summary, wrapped
+from bigbatch_lint.output.report import Finding, as_text, escaped, summary, wrapped
 from bigbatch_lint.reading.source import read_source
 from bigbatch_lint.rules import RULES
 
@@ -33,9 +33,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     add("--select", action="append", default=[], metavar="CODES", help="Only these rules: BB103,BB2 or ALL.")
     add("--ignore", action="append", default=[], metavar="CODES", help="Not these rules.")
     add("--exclude", action="append", default=[], metavar="PATTERNS", help="Not these files or folders.")
-    add("--force-exclude", action="store_true", help="Exclude also files that are named.")
-    add("--format", choices=("text", "json", "github"), default="text", help="How to show findings (default: text).")
-    add("--json", action="store_const", const="json", dest="format", help="The same as --format json.")
+    add("--json", action="store_true", help="Write findings as one JSON list.")
     add("--explain", metavar="CODE", help="Print a rule's page.")
     add("--exit-zero", action="store_true", help="End with 0 even if something was found.")
     add("--stdin-filename", metavar="NAME", default="stdin.py", help="What standard input is called.")
@@ -77,7 +75,7 @@ def _split(given: list[str]) -> tuple[str, ...]:
 def _checked(given: argparse.Namespace) -> Iterator[Checked]:
     """Check one file after the other; standard input last."""
     select, ignore = (_split([code.upper() for code in each]) for each in (given.select, given.ignore))
-    command = Settings(select, ignore, _split(given.exclude), force_exclude=given.force_exclude)
+    command = Settings(select, ignore, _split(given.exclude))
     command.codes()  # misspelt ones, before anything is read
     paths = [Path(path) for path in given.paths if path != "-"]
     for path in paths:
@@ -92,15 +90,15 @@ def _checked(given: argparse.Namespace) -> Iterator[Checked]:
 def _show(checked: Iterator[Checked], given: argparse.Namespace) -> int:
     """Show findings as they come, and on stderr what could not be checked; return the exit status."""
     findings: list[Finding] = []
-    files, failed, as_lines = 0, 0, {"text": as_text, "github": as_github}.get(given.format)
+    files, failed = 0, 0
     for found, problems in checked:
         files, failed = files + 1, failed + len(problems)
         findings += found
         sys.stderr.writelines(f"error: {escaped(problem)}\n" for problem in problems)
-        sys.stdout.writelines(map(as_lines, found) if as_lines else ())
-    if given.format == "json":
+        sys.stdout.writelines(map(as_text, () if given.json else found))
+    if given.json:
         sys.stdout.write(f"{json.dumps([finding.as_dict() for finding in findings], indent=2)}\n")
-    if given.format == "text" and (findings or not failed):
+    elif findings or not failed:
         hint = "\nhint: `bigbatch lint --explain {}` says why and how to fix it.\n"
         sys.stderr.write(f"{summary(findings, files)}\n{hint.format(findings[0].code) if findings else ''}")
     return MISUSED if failed else FOUND if findings and not given.exit_zero else 0

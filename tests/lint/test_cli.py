@@ -65,9 +65,8 @@ def test_exit_status(script: str) -> None:
 
 
 def test_json(script: str) -> None:
-    """One list, in either spelling, and nothing else on stdout."""
+    """One list, and nothing else on stdout."""
     found = json.loads(run(script, "--json").stdout)
-    assert found == json.loads(run(script, "--format", "json").stdout)
     assert found[0] == {
         "path": "train.py",
         "cell": None,
@@ -81,19 +80,6 @@ def test_json(script: str) -> None:
         "end_line": 4,
     }
     assert run(script, "--json", "--select", "BB601").stdout == "[]\n"
-
-
-def test_github(script: str) -> None:
-    """One annotation per finding; a notebook's line is its cell's, and is said in words."""
-    lines = run(script, "--format", "github").stdout.splitlines()
-    assert lines[0] == (
-        "::error file=train.py,line=4,endLine=4,col=5,title=BB106 never-zeroed::gradients are never cleared: every "
-        "step also takes those of all steps before; fix: call optimizer.zero_grad() after each step"
-    )
-    assert len(lines) == 2
-    Path("a.ipynb").write_text(NOTEBOOK)
-    lines = run("a.ipynb", "--format", "github").stdout.splitlines()
-    assert lines[0].startswith("::error file=a.ipynb,title=BB106 never-zeroed (cell 1%2C line 4)::gradients are never")
 
 
 def test_select_takes_lists_and_several_options(script: str) -> None:
@@ -122,9 +108,8 @@ def test_explain(code: str) -> None:
         ("gone.py", "", "error: there is no file or folder gone.py\n"),
         ("--select E501 .", "", "error: no rule's code begins with 'E501'\nhint: The rules are BB101, "),
         ("--explain BB999", "", "error: there is no rule BB999\nhint: "),
-        ("--format xml", "", "error: argument --format: invalid choice"),
         ("train.py --diff", "", "error: unrecognized arguments: --diff\n"),
-        ("train.py", "line-length = 3", "hint: It knows exclude, ignore, select.\n"),
+        ("train.py", "line-length = 3", "hint: It knows exclude, ignore, select, each a list of strings.\n"),
     ],
 )
 def test_what_cannot_be_done(arguments: str, settings: str, text: str) -> None:
@@ -135,7 +120,7 @@ def test_what_cannot_be_done(arguments: str, settings: str, text: str) -> None:
     assert text in result.stderr
 
 
-@pytest.mark.parametrize("more", [[], ["--json"], ["--format", "github"], ["--exit-zero"]])
+@pytest.mark.parametrize("more", [[], ["--json"], ["--exit-zero"]])
 def test_a_file_that_cannot_be_read_is_an_error_and_no_finding(script: str, more: list[str]) -> None:
     """Whatever the format: stderr says where and why, and the status is 2; a file's name cannot color the terminal."""
     old = "\x1b[31mold.py"

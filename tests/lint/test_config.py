@@ -62,7 +62,7 @@ def test_the_command_line_goes_first(tmp_path: Path) -> None:
 
 
 def test_which_files_are_read(tmp_path: Path) -> None:
-    """Scripts once and in order, without those excluded by name, pattern or path; a named one is, unless forced."""
+    """Scripts once and in order, without those excluded by name, pattern or path, also where they are named."""
     write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nexclude = ["legacy", "*_old.py", "a/b"]\n')
     names = "new.py x_old.py legacy/one.py a/b/two.py a/three.py a.txt .venv/four.py node_modules/five.py"
     for name in names.split():
@@ -70,8 +70,7 @@ def test_which_files_are_read(tmp_path: Path) -> None:
     assert list(found(tmp_path, tmp_path / "new.py")) == ["new.py", "three.py"]
     assert list(found(tmp_path, choice=Settings((), exclude=("three.py",)))) == ["new.py"]
     named = tmp_path / "legacy" / "one.py"
-    assert list(found(named, tmp_path / "a.txt")) == ["one.py", "a.txt"]
-    assert list(lint([named, tmp_path / ".venv" / "four.py"], Settings((), force_exclude=True))) == []
+    assert list(found(named, tmp_path / "a.txt", tmp_path / ".venv" / "four.py")) == ["a.txt", "four.py"]
 
 
 def test_a_folder_above_where_the_command_is_typed_excludes_nothing(
@@ -81,7 +80,7 @@ def test_a_folder_above_where_the_command_is_typed_excludes_nothing(
     file = write(tmp_path / "build" / "project" / "a.py", LOOP)
     monkeypatch.chdir(file.parent)
     for path in (Path("a.py"), file, Path()):
-        assert found(path, choice=Settings((), force_exclude=True)) == {"a.py": ["BB106", "BB501"]}
+        assert found(path) == {"a.py": ["BB106", "BB501"]}
 
 
 @pytest.mark.parametrize("table", ["selct = []", 'select = "BB1"', 'ignore = ["E501"]', "select = ["])

@@ -18,14 +18,12 @@ Checked = tuple[list[Finding], tuple[str, ...]]  # what is found, and why someth
 
 def lint(paths: list[Path], command: Settings) -> Iterator[Checked]:
     """Check all files below paths, one after the other; `command` is what the command line says."""
-    everywhere, named, read = (*EXCLUDED, *command.exclude), set(paths), cache(read_settings)
-    for file in files_in(paths, everywhere):
+    read = cache(read_settings)
+    for file in dict.fromkeys(files_in(paths, (*EXCLUDED, *command.exclude))):
         # Unlike Path.resolve, realpath takes a link that leads to itself for what it is.
-        real, is_named = Path(os.path.realpath(file)), file in named
+        real = Path(os.path.realpath(file))
         settings = settings_of(real, read)
-        left_out = is_excluded(real, settings.folder, settings.exclude)
-        left_out = left_out or (is_named and is_excluded(real, Path.cwd(), everywhere))
-        if not left_out or (is_named and not command.force_exclude):
+        if not is_excluded(real, settings.folder, settings.exclude):
             yield check_source(read_source(str(file)), settings.codes(command))
 
 

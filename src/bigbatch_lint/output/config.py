@@ -40,7 +40,6 @@ class Settings:
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     folder: Path = Path()  # where it says so
-    force_exclude: bool = False  # also files that were named
 
     def codes(self, command: "Settings | None" = None) -> frozenset[str]:
         """Return the codes that are selected and not ignored; of two beginnings that fit, the longer one decides."""
@@ -73,11 +72,10 @@ def read_settings(path: Path) -> Settings | None:
     if not isinstance(table, dict):
         return None
     for key, value in table.items():
-        if key not in _KEYS:
-            raise UsageError(f"{path}: [tool.bigbatch.lint] knows no {key!r}\nhint: It knows {', '.join(_KEYS)}.")
-        if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-            problem = f"{path}: {key} in [tool.bigbatch.lint] must be a list of strings; found {value!r}"
-            raise UsageError(f'{problem}\nhint: Write  {key} = ["BB103"]')
+        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if key not in _KEYS or not is_list:
+            hint = f"It knows {', '.join(_KEYS)}, each a list of strings."
+            raise UsageError(f"{path}: [tool.bigbatch.lint] cannot use {key} = {value!r}\nhint: {hint}")
     lists: dict[str, Any] = {key: tuple(value) for key, value in table.items()}
     settings = Settings(**lists, folder=path.parent)
     try:
@@ -94,16 +92,14 @@ def settings_of(file: Path, read: Callable[[Path], Settings | None] = read_setti
 
 
 def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Iterator[Path]:
-    """Yield scripts and notebooks, each once and in order; a file that was named is read whatever it is called."""
-    yield from dict.fromkeys(file for path in paths for file in (_walk(path, patterns) if path.is_dir() else (path,)))
-
-
-def _walk(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        here = Path(root)
-        folders[:] = sorted(name for name in folders if not is_excluded(here / name, folder, patterns))
-        scripts = (here / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
-        yield from (file for file in scripts if not is_excluded(file, folder, patterns))
+    """Yield scripts and notebooks in order; a file that was named is read whatever it is called."""
+    for path in paths:
+        yield from () if path.is_dir() else (path,)
+        for root, folders, files in os.walk(path):
+            here = Path(root)
+            folders[:] = sorted(name for name in folders if not is_excluded(here / name, path, patterns))
+            scripts = (here / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
+            yield from (file for file in scripts if not is_excluded(file, path, patterns))
 
 
 def is_excluded(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Findings, as text for people, JSON for programs, and annotations for GitHub."""
+"""Findings, as text for people and JSON for programs."""
 
 import shutil
 import textwrap
@@ -52,20 +52,6 @@ def as_text(finding: Finding) -> str:
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
     parts = [f"{place}: {finding.code} {finding.severity} {finding.slug}", *([f"    {line}"] if line else [])]
     return "\n".join([*parts, wrapped(f"  {finding.message}"), wrapped(f"  fix: {finding.remedy}"), "\n"])
-
-
-def as_github(finding: Finding) -> str:
-    """Return a finding as GitHub's runners turn it into an annotation."""
-    # The line of a cell is said in words: GitHub would look for it in the JSON.
-    cell = f" (cell {finding.cell}, line {finding.line})" if finding.cell else ""
-    place = "" if cell else f",line={finding.line},endLine={finding.end_line},col={finding.column}"
-    percents, texts = (
-        {ord(c): f"%{ord(c):02X}" for c in "%\r\n:,"},
-        (finding.path, f"{finding.code} {finding.slug}{cell}"),
-    )
-    path, title = (escaped(each.translate(percents)) for each in texts)
-    message = escaped(f"{finding.message}; fix: {finding.remedy}".replace("%", "%25"))
-    return f"::{finding.severity} file={path}{place},title={title}::{message}\n"
 
 
 def summary(findings: list[Finding], files: int) -> str:

@@ -7,17 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from typing import Any
 
-from bigbatch_lint.reading.names import (
-    PADDED_MODELS,
-    PADDERS,
-    announces_steps,
-    called_name,
-    children,
-    dotted,
-    last_part,
-    role_of,
-    walk,
-)
+from bigbatch_lint.reading.names import announces_steps, called_name, children, dotted, last_part, role_of, walk
 
 LONGEST_WINDOW = 64  # more is a batch size
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp)
@@ -25,6 +15,11 @@ _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygr
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
 _HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
 _IGNORED = 100  # negative: what torch leaves out of a cross-entropy by default
+_PADDED_MODELS = re.compile(r"For(CausalLM|ConditionalGeneration|Seq2SeqLM|MaskedLM|TokenClassification)$|LMHeadModel$")
+_PADDERS = frozenset(
+    "pad_token pad_token_id pad_sequence DataCollatorForSeq2Seq DataCollatorWithPadding "
+    "DataCollatorForLanguageModeling".split()
+)
 UPDATES = {"step", "zero_grad"}
 
 
@@ -77,8 +72,8 @@ class Module:
     @cached_property
     def pads_models(self) -> bool:
         """Tell whether a language model's own loss leaves out padding."""
-        pads = bool(self.words & PADDERS) or "padding" in self.keywords or self.ignores_targets
-        return pads and any(PADDED_MODELS.search(word) for word in self.words)
+        pads = bool(self.words & _PADDERS) or "padding" in self.keywords or self.ignores_targets
+        return pads and any(_PADDED_MODELS.search(word) for word in self.words)
 
     def full_name(self, text: str) -> str:
         """Return `torch.nn.Linear` of `nn.Linear`."""

@@ -18,15 +18,8 @@ _STEPS = re.compile(
 )
 _FLAGS = re.compile(r"accumulator$|accumulate$")
 PIECES = re.compile(r"micro|chunk|window|split|group|shard|pieces|(^|_)mbs?$|(^|_)mini_?batch", re.IGNORECASE)
-ENDLESS = re.compile(r"infinite|endless|forever|cycle", re.IGNORECASE)
-LENGTHS = re.compile(r"last|len|num|n_|_n|total|max|end|count|per_epoch|size", re.IGNORECASE)
 _MASKS = re.compile(r"mask|(^|_)valid($|_)|not_?pad|non_?pad|(^|_)keep($|_)", re.IGNORECASE)
 _KEYS = re.compile(r"(^|\.)(batch|data|inputs?|samples?|items?|examples?|mb|micro_?batch)\w*\[['\"](\w+)['\"]\]$")
-PADDED_MODELS = re.compile(r"For(CausalLM|ConditionalGeneration|Seq2SeqLM|MaskedLM|TokenClassification)$|LMHeadModel$")
-PADDERS = frozenset(
-    "pad_token pad_token_id pad_sequence DataCollatorForSeq2Seq DataCollatorWithPadding "
-    "DataCollatorForLanguageModeling".split()
-)
 BATCH_NORMS = re.compile(r"^(Sync|Lazy)?BatchNorm([123]d)?$")
 NORMED_NETWORKS = re.compile(
     r"^(wide_)?res(net|next)\w*$|^densenet\d+$|^mobilenet\w*$|^efficientnet\w*$|^mnasnet\w*$|^shufflenet\w*$|"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import BATCH_NORMS, NORMED_NETWORKS, announces_steps, called_name, dotted, walk
-from bigbatch_lint.rules.windows import Shape, TrainingLoop, Window, rounds_in, weight_of
+from bigbatch_lint.rules.windows import Shape, TrainingLoop, rounds_in, weight_of
 from bigbatch_lint.running.values import Event, Kind
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
@@ -70,19 +70,20 @@ def _step_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
 def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.has_framework or not loop.steps_inside:
         return
-    ended = [each for each in loop.leftovers if each.end.is_exhausted and 0 < rounds_in(each.backwards) < loop.steps]
+    ended = [each for each in loop.leftovers if each[1].is_exhausted and 0 < rounds_in(each[0]) < loop.steps]
     at = loop.first_round
     if not ended or at is None:
         return
-    following, first = ended[0].following, ended[0].backwards[0]
-    leaks = following is not None and first in following.backwards
+    left, _, number = ended[0]
+    following = loop.windows[number] if number < len(loop.windows) else None
+    leaks = following is not None and left[0] in following.backwards
     if following is not None:
         is_carried = following.size == loop.steps and loop.passes > 1 and leaks and not loop.zeroed
         if is_carried or not following.is_inside:
             return
     which = f"micro-batches left over after the last full window of {loop.steps_text}"
     if at.is_known and at.total:
-        which = f"the last {rounds_in(ended[0].backwards)} of {at.total} micro-batches"
+        which = f"the last {rounds_in(left)} of {at.total} micro-batches"
     leak = " and leak into the next epoch's first window" if leaks else ""
     yield loop.steps_inside[0].place, f"{which} are never stepped{leak}"
 
@@ -92,22 +93,19 @@ def _leftover_stepped_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.has_framework or loop.kind == "endless" or loop.of("rescale", around=True):
         return
     full = max((rounds_in(window.reached) for window in loop.whole), default=loop.steps)
-    if not any(_is_mean(window, full) for window in loop.windows):
+    equal = [each.reached for each in loop.windows if rounds_in(each.reached) == len(each.reached) == full > 1]
+    means = [own for own in equal if all(event.loss.reduction in {"mean", "?"} for event in own)]
+    if not any(math.isclose(weight_of(own) or 0, 1.0) for own in means):
         return
     for previous, window in zip(loop.windows, loop.windows[1:]):  # noqa: B905 - pairs
         weight = weight_of(window.reached)
-        short = 0 < rounds_in(window.reached) < full and loop.is_same_pass(previous, window)
-        if short and weight is not None and weight < 0.999:  # noqa: PLR2004
+        step = previous.step.round_of(loop.node)
+        passes = {each.passage for event in window.reached for each in event.rounds if each.loop is loop.node}
+        is_short = step is not None and passes == {step.passage} and 0 < rounds_in(window.reached) < full
+        if is_short and weight is not None and weight < 0.999:  # noqa: PLR2004
             text = f"a short last window is divided by {loop.steps_text} too, as if it were full"
             yield window.place, f"{text}: its gradient is too small"
             return
-
-
-def _is_mean(window: Window, size: int) -> bool:
-    """Tell whether the weights of a window of that size add up to one."""
-    one_each = rounds_in(window.reached) == len(window.reached) == size > 1
-    means = all(event.loss.reduction in {"mean", "?"} for event in window.reached)
-    return one_each and means and math.isclose(weight_of(window.reached) or 0, 1.0)
 
 
 @_rule("BB105", "error", "ask for (i + 1) % steps == 0, and count a round before asking")
@@ -129,7 +127,7 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
     inside, zeros = loop.steps_inside, loop.of("zero")
     if loop.has_framework or loop.of("handed") or not loop.windows or (loop.is_cleared and not inside):
         return
-    if loop.shape == "plain" and (loop.is_function or len(inside) < 2):  # noqa: PLR2004
+    if loop.shape == "plain" and (isinstance(loop.node, ast.FunctionDef) or len(inside) < 2):  # noqa: PLR2004
         return
     cleared, often = {event.subject for event in zeros}, "only outside the loop" if loop.is_cleared else "never"
     steps = {window.step.subject: window.step for window in reversed(inside or loop.windows)}
@@ -283,7 +281,7 @@ def _running_loss_keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
     for event in loop.of("keep"):
         without = any(each.context in {"no_grad", "inference_mode"} for each in event.contexts)
         # A loss that is made of several terms is no sum that outlives it.
-        if not without and not {id(event.node), event.subject} & everything and event.loss.live & everything:
+        if not without and not {id(event.node), event.subject} & everything and event.loss.origins & everything:
             yield event.node, f"{event.subject or 'it'} keeps the graph of every loss that is added to it"
 
 

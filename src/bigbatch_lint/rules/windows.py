@@ -39,15 +39,6 @@ class Window:
         return self.step.guard or self.step.node
 
 
-@dataclass(eq=False)
-class Leftover:
-    """What is left of a window when a pass through the loop ends."""
-
-    backwards: list[Event]
-    end: Event
-    following: Window | None = None  # the window that comes next
-
-
 class TrainingLoop:
     """One loop over micro-batches, with all that happened in it and around it."""
 
@@ -62,15 +53,14 @@ class TrainingLoop:
         self.stepped = {event.subject for event in self.of("step")}
         self.first_round = own[0].round_of(node)
         self.kind = self.first_round.kind if self.first_round is not None else ""
-        # A function that is called with every micro-batch stands for a loop that is not in the file.
-        self.is_function = isinstance(node, ast.FunctionDef)
         self.divides = any(event.divides for event in own)
         accumulates = any(each.context == "accumulate" for event in own for each in event.contexts)
         self.has_framework = accumulates or any(event.via == "lightning" for event in own)
         rounds = (event.round_of(node) for event in own)
         self.passes = len({each.passage for each in rounds if each is not None})
         self.windows: list[Window] = []
-        self.leftovers: list[Leftover] = []
+        # What is left of a window when a pass through the loop ends, the end, and how many windows are before it.
+        self.leftovers: list[tuple[list[Event], Event, int]] = []
         self.lost: list[tuple[list[Event], Event]] = []  # gradients, and what cleared them
         self._divide_into_windows()
         self.steps_inside = [window for window in self.windows if window.is_inside]
@@ -85,11 +75,9 @@ class TrainingLoop:
                 pending = []
             elif event.kind == "step" and (reached or event in self.within):
                 self.windows.append(Window(event, event in self.within, pending, reached, since))
-                for leftover in self.leftovers:
-                    leftover.following = leftover.following or self.windows[-1]
                 pending, reached, since = [], [], []
             elif event.kind == "end" and event.node is self.node:
-                self.leftovers += [Leftover(reached, event)] if reached else []
+                self.leftovers += [(reached, event, len(self.windows))] if reached else []
             else:
                 since.append(event)
 
@@ -116,12 +104,6 @@ class TrainingLoop:
         divisions = [each for event in self.backwards for each in event.loss.divisions]
         each_pass = len(self.backwards) / self.passes if self.kind in {"while", "range", "pieces"} else 0
         return any(announces_steps(each.text) or each.value == each_pass > 1 for each in divisions)
-
-    def is_same_pass(self, previous: Window, window: Window) -> bool:
-        """Tell whether a window comes after another one in the same pass through the loop."""
-        step = previous.step.round_of(self.node)
-        own = {each.passage for event in window.reached for each in event.rounds if each.loop is self.node}
-        return step is not None and own == {step.passage}
 
     @cached_property
     def shape(self) -> Shape:

@@ -10,7 +10,6 @@ from bigbatch_lint.reading.names import PIECES, last_part, role_made_by
 from bigbatch_lint.running.machine import Call, Machine, batch, computed
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Items, Kind, Loss, Opaque, Via
 
-_MOST_PIECES = 64
 _LONGEST_LIST = 1000
 _LOADERS = re.compile("load|batches|stream|dl$")
 _NUMBER_FUNCTIONS: dict[str, Callable[..., object]] = {
@@ -161,9 +160,7 @@ def _groups(machine: Machine, call: Call) -> object:
 
 
 def _pieces(machine: Machine, call: Call) -> object:
-    given = [each for each in call.args if isinstance(each, int) and each <= _MOST_PIECES]
-    count = given[0] if given and call.name in {"chunk", "tensor_split", "array_split"} else machine.steps
-    return Items(count, lambda k: Loss.of(("piece", id(call), k)), "pieces")
+    return Items(machine.steps, lambda k: Loss.of(("piece", id(call), k)), "pieces")
 
 
 def _loss(machine: Machine, call: Call) -> object:
@@ -208,20 +205,11 @@ def _divided(machine: Machine, call: Call) -> object:
 
 
 def _append(machine: Machine, call: Call) -> object:
-    known = call.receiver if isinstance(call.receiver, list) else []
-    known[:] = [*known[-_LONGEST_LIST:], *call.args[:1]]
-    if isinstance(call.first, Loss) and call.first.live and call.on:
+    if isinstance(call.receiver, list) and len(call.receiver) < _LONGEST_LIST:
+        call.receiver.extend(call.args[:1])
+    if isinstance(call.first, Loss) and call.first.origins and call.on:
         machine.emit("keep", call.node, loss=call.first, subject=call.on)
     return None
-
-
-def _of_dict(_: Machine, call: Call) -> object:
-    if isinstance(call.receiver, dict):
-        return list(call.receiver.items() if call.name == "items" else call.receiver.values())
-    if not isinstance(call.receiver, Loss) or call.args:
-        return NotImplemented
-    value = call.receiver.part(call.name)
-    return [(UNKNOWN, value) if call.name == "items" else value]
 
 
 def _len(machine: Machine, call: Call) -> object:
@@ -274,7 +262,6 @@ _HANDLERS: dict[str, Callable[[Machine, Call], object]] = {
     " ".join(_NUMBER_FUNCTIONS) + " clamp clamp_min clamp_ maximum": _number,
     "div div_ mul mul_ true_divide": _divided,
     "append": _append,
-    "items values": _of_dict,
     "len": _len,
     "next": _next,
     "to half double bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long expand": _same,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import Module
-from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part, source_of
+from bigbatch_lint.reading.names import announces_steps, children, dotted, is_mask_key, last_part, source_of
 from bigbatch_lint.running.calls import CALLS, make
 from bigbatch_lint.running.machine import Call, Machine, Operand, computed
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Division, Environment, Function, Items, Loss, Opaque
@@ -22,6 +22,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
 }  # fmt: skip
 _READERS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
 _RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)
+_LENGTHS = re.compile(r"last|len|num|n_|_n|total|max|end|count|per_epoch|size", re.IGNORECASE)
 _OWN_METHODS = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
 _MASKS = re.compile("-100|ignore_index|pad", re.IGNORECASE)
 
@@ -85,7 +86,7 @@ class Expressions(Machine):
         if isinstance(base, Environment):
             return self._member(base, name, text)
         if name == "data" and isinstance(base, Loss | Opaque):
-            return base.detached() if isinstance(base, Loss) else base
+            return replace(base, origins=frozenset()) if isinstance(base, Loss) else base
         if name == "grad" or not isinstance(base, Loss) or isinstance(self.unknown(name), int):
             return Opaque(text, "gradient") if name == "grad" else self.unknown(text or name)
         masked = node if self.module.pads_models else None
@@ -150,24 +151,22 @@ class Expressions(Machine):
         if isinstance(left, PLAIN) and isinstance(right, PLAIN) and type(op) in _OPERATORS:
             return computed(_OPERATORS[type(op)], left, right)
         if isinstance(op, (ast.Is, ast.IsNot)) and (left is None or right is None):
-            return self._is_something(left if right is None else right) is isinstance(op, ast.IsNot)
+            value = left if right is None else right
+            is_seen = isinstance(value, Opaque) and (value.made is not None or value.role == "gradient")
+            is_seen = is_seen or isinstance(value, (Loss, Items, Function, Environment))
+            return (is_seen or self.setting()) is isinstance(op, ast.IsNot)
         text = source_of(node)
         if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and _MASKS.search(text):
             return Opaque(text, "mask")
-        if LENGTHS.search(text) and isinstance(op, (ast.Eq, ast.GtE, ast.Lt, ast.NotEq)):
+        if _LENGTHS.search(text) and isinstance(op, (ast.Eq, ast.GtE, ast.Lt, ast.NotEq)):
             # The round's own number and a length, whatever that is called: `i + 1 == total`.
             first, micro = isinstance(left, int), self.micro_round()
             number, total, side = (left, right, node.left) if first else (right, left, node.comparators[0])
             own = isinstance(number, int) and isinstance(total, Opaque) and total.is_setting and self.varies(side)
             if own and micro is not None and micro.total:
                 return micro.is_last() is isinstance(op, (ast.Eq, ast.GtE))
-        if isinstance(left, Opaque) and left.is_remainder:
-            return Opaque(is_setting=False, is_remainder=isinstance(op, ast.Eq))
-        return Opaque(text, is_setting=not (self.varies(node) or isinstance(left, Loss) or isinstance(right, Loss)))
-
-    def _is_something(self, value: object) -> bool:
-        is_seen = isinstance(value, Opaque) and (value.made is not None or value.role == "gradient")
-        return is_seen or isinstance(value, (Loss, Items, Function, Environment)) or self.setting()
+        unsure = any(isinstance(each, Loss) or each is UNKNOWN for each in (left, right))
+        return Opaque(text, is_setting=not (unsure or self.varies(node)))
 
     def combine(self, node: ast.AST, op: ast.operator, first: Operand, second: Operand) -> object:
         """Return what an operator makes of two values, each given with its expression."""
@@ -182,9 +181,8 @@ class Expressions(Machine):
         if losses:
             total = Loss.sum_of(losses)
             return replace(total, weight=None) if isinstance(op, ast.Mult) else total
-        rest = isinstance(op, ast.Mod) and isinstance(right, int) and isinstance(left, Opaque) and left.role is None
-        is_remainder = rest and bool(self.rounds)
-        return Opaque(is_setting=not is_remainder and not self.varies(node), is_remainder=is_remainder)
+        is_remainder = isinstance(op, ast.Mod) and isinstance(right, int) and self.rounds
+        return UNKNOWN if is_remainder else Opaque(is_setting=not self.varies(node))
 
     def _quotient(self, loss: Loss, node: ast.AST, divisor: Operand) -> Loss:
         value, expression = divisor

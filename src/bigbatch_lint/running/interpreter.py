@@ -79,7 +79,7 @@ class Interpreter(Expressions):
         """Return one item of what is unpacked; what is kept of one tensor keeps none of the others."""
         if isinstance(value, Loss):
             origins = frozenset((each, number, count) for each in value.origins)
-            return replace(value, origins=origins, live=origins if value.live else value.live)
+            return replace(value, origins=origins)
         found = self.unknown(name)
         if isinstance(value, (tuple, list)):
             found = value[number] if number < len(value) else Opaque()
@@ -95,7 +95,12 @@ class Interpreter(Expressions):
     def _kept_sum(self, target: ast.AST, text: str, value: object, source: ast.expr | None) -> object:
         """Record `total = total + loss`, which keeps the graph of every loss."""
         for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
-            if isinstance(value, Loss) and value.live and isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+            if (
+                isinstance(value, Loss)
+                and value.origins
+                and isinstance(part, ast.BinOp)
+                and isinstance(part.op, ast.Add)
+            ):
                 names = {dotted(each) for each in walk(part)} - {""}
                 if (part.left is target or text in names) and any(not text.startswith(each) for each in names):
                     self.emit("keep", target, loss=value, subject=text or source_of(target))
@@ -105,8 +110,7 @@ class Interpreter(Expressions):
     def _if(self, node: ast.If, env: Environment) -> None:
         value = self.evaluate(node.test, env)
         answer = self.truth(value, node.test)
-        unsure = answer is None or (isinstance(value, Opaque) and value.is_remainder)
-        if self.rounds and unsure and decides_on_update(node, UPDATES):
+        if self.rounds and answer is None and decides_on_update(node, UPDATES):
             self.emit("handed", node)
         self._refuse(node.test, is_refused=bool(answer) and any(isinstance(each, ast.Raise) for each in node.body))
         # What nobody can know is left out, with all that depends on it.

@@ -1,24 +1,16 @@
 """The state of one run of a file's skeleton: what is bound, what is around, what has happened; and one call in it."""
 
 import ast
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bigbatch_lint.reading.module import Module, mentions
-from bigbatch_lint.reading.names import (
-    ENDLESS,
-    PIECES,
-    Role,
-    counts_steps,
-    dotted,
-    is_loss,
-    last_part,
-    role_of,
-    source_of,
-)
+from bigbatch_lint.reading.names import PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of, source_of
 from bigbatch_lint.running.values import UNKNOWN, Environment, Event, Function, Items, Kind, Loss, Opaque, Round
 
+_ENDLESS = re.compile(r"infinite|endless|forever|cycle", re.IGNORECASE)
 _BUDGET = 150_000  # statements
 _LARGEST = 10**12  # numbers beyond are no counters
 _LONGEST = 1000  # texts and lists beyond are not kept
@@ -44,9 +36,8 @@ class Machine:
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         self.module, self.steps, self.settings = module, module.steps, settings
         self.length = length  # of a loader that says nothing about it
-        self.asked = self.refuses_leftover = (
-            False  # whether anything depended on settings; whether windows must be whole
-        )
+        self.asked = False  # whether anything depended on settings
+        self.refuses_leftover = False
         self.entered: set[ast.AST] = set()
         self.globals: set[str] = set()
         self.budget = _BUDGET
@@ -116,8 +107,7 @@ class Machine:
             return isinstance(value, (Items, Function, Environment)) or bool(value)
         if value.role is not None:
             return None if value.role in {"mask", "count"} else value.made is not None or self.setting()
-        known = value.is_setting and not self.varies(node)
-        return False if value.is_remainder else self.setting() if known else None
+        return self.setting() if value.is_setting and not self.varies(node) else None
 
     def items_of(self, value: object, node: ast.expr) -> Items:
         """Return what a loop goes over."""
@@ -125,7 +115,7 @@ class Machine:
             return value
         if isinstance(value, (list, tuple)):
             return Items(len(value), lambda k: value[k] if k < len(value) else UNKNOWN, "list", is_known=True)
-        if ENDLESS.search(source_of(node)):
+        if _ENDLESS.search(source_of(node)):
             return Items(None, batch, "endless")
         cut = PIECES.search(last_part(dotted(node)))
         return Items(self.steps, batch, "pieces") if cut else Items(self.length, batch)

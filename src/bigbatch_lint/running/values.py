@@ -29,7 +29,6 @@ class Opaque:
     reduction: str = "?"  # of a criterion
     masked: ast.AST | None = None
     steps: object = None  # of an Accelerator: how many micro-batches it was made for
-    is_remainder: bool = False  # of something unknown: rarely zero
 
 
 UNKNOWN = Opaque(is_setting=False)  # it may be another thing in each round
@@ -49,19 +48,17 @@ class Division:
 class Loss:
     """A tensor that a loss may be made of: what it comes from, and what it was divided by."""
 
-    origins: frozenset[Hashable] = frozenset()
+    origins: frozenset[Hashable] = frozenset()  # of the graph that it keeps; none where it is detached
     weight: float | None = 1.0  # of one mean loss; None where it cannot be computed
     divisions: tuple[Division, ...] = ()
     reduction: str = "?"
     masked: ast.AST | None = None  # where a mean over a varying number of targets was taken
-    live: frozenset[Hashable] = frozenset()  # the origins whose graph it keeps
     is_scaled: bool = False  # by a GradScaler
 
     @classmethod
     def of(cls, origin: Hashable, *, reduction: str = "?", masked: ast.AST | None = None) -> "Loss":
         """Return a tensor that comes from one place."""
-        origins = frozenset((origin,))
-        return cls(origins, reduction=reduction, masked=masked, live=origins)
+        return cls(frozenset((origin,)), reduction=reduction, masked=masked)
 
     @classmethod
     def given(cls, value: object) -> "Loss":
@@ -72,14 +69,12 @@ class Loss:
     def sum_of(cls, parts: list["Loss"]) -> "Loss":
         """Return the sum of tensors: divided as often as that part which was divided most."""
         most = max(parts, key=lambda part: len(part.divisions))
-        return cls(
-            frozenset().union(*(part.origins for part in parts)),
-            most.weight,
-            most.divisions,
-            parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
-            next((part.masked for part in parts if part.masked is not None), None),
-            frozenset().union(*(part.live for part in parts)),
-            any(part.is_scaled for part in parts),
+        return replace(
+            most,
+            origins=frozenset().union(*(part.origins for part in parts)),
+            reduction=most.reduction if len({part.reduction for part in parts}) == 1 else "?",
+            masked=next((part.masked for part in parts if part.masked is not None), None),
+            is_scaled=any(part.is_scaled for part in parts),
         )
 
     def divided(self, division: Division) -> "Loss":
@@ -89,11 +84,7 @@ class Loss:
 
     def part(self, origin: Hashable) -> "Loss":
         """Return a part of the tensor: an item, an attribute; or the tensor, kept under another name."""
-        return replace(self, origins=self.origins | {origin}, live=self.live | {origin} if self.live else self.live)
-
-    def detached(self) -> "Loss":
-        """Return the loss without its graph."""
-        return replace(self, live=frozenset())
+        return replace(self, origins=self.origins | {origin}) if self.origins else self
 
 
 @dataclass(eq=False)
