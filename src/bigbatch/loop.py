@@ -232,15 +232,8 @@ class Over(Generic[Batch]):
         self, source: Source[Batch], most: Callable[[int], int], loop: Loop
     ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
-        has_any = source.look(1) > 0
-        if not most(int(has_any)):
+        if not _number_of_all(int(source.look(1) > 0), most):
             return
-        if most(int(not has_any)):
-            raise BatchError(
-                f"{'another' if has_any else 'this'} rank's loader has no batch, and others have: every pass through a "
-                "sharded model needs all ranks, and a rank that runs out repeats its last batch.",
-                fix="a share of the samples for every rank, Subset(data, order[rank::size]), or fewer ranks",
-            )
         batch, last, more = source.held[0], source.is_last(), True
         while more:
             more = most(int(not last)) > 0
@@ -257,7 +250,7 @@ class Over(Generic[Batch]):
             steps = self._listener.remaining()
             number = min(source.look(steps), steps)
             if self._listener.most is not None:
-                _refuse_other_numbers(number, self._listener.most)
+                _number_of_all(number, self._listener.most)
             if not number:
                 return
             totals = _totals([counts(batch) for batch in islice(source.held, number)])
@@ -278,15 +271,17 @@ def _trusted_length(loader: Iterable[Any]) -> int | None:
     return None
 
 
-def _refuse_other_numbers(own: int, most: Callable[[int], int]) -> None:
-    """Raise on all ranks where one has fewer micro-batches than another in a window that is counted in advance."""
+def _number_of_all(own: int, most: Callable[[int], int]) -> int:
+    """Return how many micro-batches all ranks have ahead; raise on all of them where one has fewer than another."""
     largest, smallest = most(own), -most(-own)
     if largest != smallest:
         raise BatchError(
-            f"ranks have {smallest} to {largest} micro-batches in this window, {own} here, and every pass through a "
-            "sharded model needs all of them.",
-            fix="with counts=, as many batches for every rank, DistributedSampler(..., drop_last=True), and steps",
+            f"ranks have {smallest} to {largest} micro-batches ahead, {own} here, and every pass through a sharded "
+            "model needs all ranks. One that runs out repeats its last batch, if it has any and there are no counts=.",
+            fix="a share of the samples for every rank, Subset(data, order[rank::size]); with counts=, as many batches "
+            "and steps, DistributedSampler(..., drop_last=True)",
         )
+    return largest
 
 
 def _totals(counted: list[Any]) -> tuple[Count, ...]:

@@ -34,6 +34,10 @@ def _hand(parameter: Tensor, gradient: Tensor | None) -> None:
         held._local_tensor, held._spec = new._local_tensor, new._spec  # noqa: SLF001 - no public way
 
 
+def _added_up_in(parameter: Tensor, wide: torch.dtype | None) -> torch.dtype:
+    return wide if wide is not None and parameter.dtype in LOW_PRECISION else parameter.dtype
+
+
 class Gradients:
     """The gradients of several optimizers' parameters during one window."""
 
@@ -61,8 +65,7 @@ class Gradients:
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return what the gradient of a parameter is added up in."""
-        wide = self.dtype is not None and parameter.dtype in LOW_PRECISION
-        return self.dtype if wide and self.dtype is not None else parameter.dtype
+        return _added_up_in(parameter, self.dtype)
 
     def preset(self, gradients: Sequence[Tensor | None]) -> None:
         """Start from gradients at addresses of someone's choice, instead of from none."""
@@ -215,7 +218,7 @@ class Gradients:
 def refuse_unfit(saved: Sequence[Tensor | None], optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
     """Raise where gradients were not saved from these parameters, or were added up in another type."""
     parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
-    fitting = [(p.shape, {p.dtype, dtype if dtype and p.dtype in LOW_PRECISION else p.dtype}) for p in parameters]
+    fitting = [(p.shape, {p.dtype, _added_up_in(p, dtype)}) for p in parameters]
     pairs = zip(saved, fitting, strict=False)
     fits = all(each is None or (each.shape == shape and each.dtype in dtypes) for each, (shape, dtypes) in pairs)
     if len(saved) != len(fitting) or not fits:
