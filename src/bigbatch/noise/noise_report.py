@@ -56,12 +56,10 @@ class NoiseReport:
     scale: float | None  # tr Σ / |G|², the batch at which noise and signal are equal; None where it is unknown
     interval: tuple[float, float]  # where the scale lies, at 95 %; (0, inf) where nothing is known
     batch: float | None  # the present batch, on average
-    micro_batch: float | None  # the first micro-batch of a window, on average
     recommended_batch: int | None  # the batch worth having; None where it is unknown
     recommended_steps: int | None  # the number of present micro-batches that make it
     windows: int  # how many measured windows told something
     left_out: Mapping[Reason, int]  # how many told nothing, and why
-    correlation: float  # this many windows count as one independent window; the interval allows for it
     every: int  # every so-many-th window was measured
 
     def __str__(self) -> str:
@@ -106,8 +104,7 @@ def make_report(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: in
     if verdict in {"smaller", "larger"} and found.scale and found.high <= _TELLING * found.low:
         wanted = max(1, round(found.scale))
     steps = max(1, round(wanted / micro_batch)) if wanted and micro_batch else None
-    measured = verdict, found.scale, (found.low, found.high), batch, micro_batch, wanted, steps
-    return NoiseReport(*measured, windows, left_out, found.correlation, every)
+    return NoiseReport(verdict, found.scale, (found.low, found.high), batch, wanted, steps, windows, left_out, every)
 
 
 def judge(found: Estimate, batch: float) -> Verdict:
