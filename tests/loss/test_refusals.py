@@ -3,20 +3,22 @@
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import BigBatchError, CoupledLoss, LossError, UnreadableLoss
 from bigbatch.loss import refusals
-from tests.support.losses import READABLE, SEVERAL
+from tests.support.losses import SEVERAL, squares
 from tests.support.messages import approve
 from tests.support.reference import big_batches, distance, sgd, trained
 from tests.support.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
-from tests.support.samples import Batch, Loss, mlp, rows
+from tests.support.samples import Batch, Loss
+from tests.support.training import PLAIN, Training, micro_batches
 
 SPLIT = (5, 3, 4)
 REFUSED = [*UNREADABLE, *COUPLED]
@@ -95,71 +97,49 @@ FACTORS: dict[str, Callable[[Batch], float | Tensor]] = {
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 def test_a_factor_that_changes_within_a_window_is_refused(factor: Callable[[Batch], float | Tensor]) -> None:
     """The big batch has one factor: another one per micro-batch may be a count in disguise."""
-    plain = next(case for case in READABLE if case.name == "mse-mean")
-    model = plain.model()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    first, second = plain.micro_batches((3, 2))
-    accumulator.backward(factor(first) * plain.loss(model, first))
+    training = Training(2, case=replace(PLAIN, loss=lambda m, b: factor(b) * PLAIN.loss(m, b)))
+    first, second = micro_batches((3, 2), PLAIN)
+    training.backward(first)
     with pytest.raises(UnreadableLoss, match=r"not the same in all micro-batches.*\n.*count=n"):
-        accumulator.backward(factor(second) * plain.loss(model, second))
+        training.backward(second)
 
 
 def test_a_changing_factor_is_exact_with_a_count() -> None:
     """Mixup draws a factor for each micro-batch; `count=` says that the loss is a mean all the same."""
-    case = Loss(
-        "mixup",
-        mlp(),
-        rows,
-        lambda m, b: (b["unit"][:, 0] * F.cross_entropy(m(b["x"]), b["label"], reduction="none")).mean(),
-    )
-    batches = case.micro_batches(SPLIT)
+    batches = micro_batches(SPLIT, PLAIN)
     for batch in batches:
         batch["unit"][:] = batch["unit"][0, 0]
-    model = case.model()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
-    for batch in accumulator.over(batches):
-        loss = batch["unit"][0, 0] * F.cross_entropy(model(batch["x"]), batch["label"])
-        accumulator.backward(loss, count=len(batch["x"]))
-    true = big_batches(case, batches, steps=len(SPLIT))
-    assert distance([p.detach() for p in trained(model)], true.weights) <= 1e-12
+    training = Training(len(SPLIT), case=replace(PLAIN, loss=lambda m, b: (b["unit"] * squares(m, b)).mean()))
+    for batch in batches:
+        loss = batch["unit"][0, 0] * PLAIN.loss(training.model, batch)
+        training.accumulator.backward(loss, count=batch["value"].numel())
+    training.assert_big_batches(batches)
 
 
 def test_a_factor_may_change_between_windows() -> None:
     """A weight that is annealed from update to update is a constant to each of them."""
-    case = next(case for case in READABLE if case.name == "mse-mean")
-    model, twin = case.model(), case.model()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    step = sgd(trained(twin))
-    batches = case.micro_batches((3, 2, 1, 4))
-    for place, batch in enumerate(accumulator.over(batches)):
-        accumulator.backward((1.0, 0.3)[place // 2] * case.loss(model, batch))
-    for factor, window in zip((1.0, 0.3), (batches[:2], batches[2:]), strict=True):
-        step.zero_grad()
-        (factor * case.loss(twin, case.join(window))).backward()
-        step.step()
-    assert distance([p.detach() for p in trained(model)], [p.detach() for p in trained(twin)]) <= 1e-12
+    batches = micro_batches((3, 2, 1, 4), PLAIN)
+    for place, batch in enumerate(batches):
+        batch["factor"] = torch.full((len(batch["x"]), 1), (1.0, 0.3)[place // 2], dtype=torch.float64)
+    training = Training(2, case=replace(PLAIN, loss=lambda m, b: float(b["factor"][0]) * PLAIN.loss(m, b)))
+    training.train(batches)
+    training.assert_big_batches(batches[:2], batches[2:])
 
 
 def test_counts_of_the_wrong_length_are_refused() -> None:
     """`counts=` must give one number per data term; the error says how many terms were found."""
-    case = SEVERAL[0]
-    model = case.model()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=lambda batch: (len(batch["x"]),))
-    batches = iter(accumulator.over(case.micro_batches((3, 2))))
-    loss = case.loss(model, next(batches))
+    training = Training(2, case=SEVERAL[0], counts=lambda batch: (len(batch["x"]),))
+    batches = iter(training.accumulator.over(SEVERAL[0].micro_batches((3, 2))))
     with pytest.raises(LossError, match="2"):
-        accumulator.backward(loss)
+        training.backward(next(batches))
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), True, "mean", torch.ones(2), 1j])
-def test_nonsense_counts_are_refused(count: object) -> None:
+def test_nonsense_counts_are_refused(count: Any) -> None:
     """A count is a number of things, 0 or more."""
-    case = next(case for case in READABLE if case.name == "mse-mean")
-    model = case.model()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    (batch,) = case.micro_batches((3,))
+    training, (batch,) = Training(2, case=PLAIN), micro_batches((3,), PLAIN)
     with pytest.raises(LossError, match="count"):
-        accumulator.backward(F.mse_loss(model(batch["x"]), batch["value"]), count=count)  # type: ignore[arg-type]
+        training.accumulator.backward(PLAIN.loss(training.model, batch), count=count)
 
 
 # The texts.
