@@ -46,6 +46,15 @@ def some_empty(case: Loss) -> list[Batch]:
     return [*batches, *case.micro_batches((4, 3), seed=5)]
 
 
+def assert_big_step_equal(case: Loss, batches: list[Batch], size: int) -> None:
+    """A BigStep that cuts each batch ends with the weights of the whole ones."""
+    model = case.model()
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), case.loss, micro_batch_size=size)
+    for batch in batches:
+        step(batch)
+    assert distance([p.detach() for p in model.parameters()], big_batches(case, batches, 1).weights) <= 1e-12
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_empty_selection_counts_nothing_and_leaves_the_next_alone(name: str) -> None:
     """Every later micro-batch counts as if there had been no empty one."""
@@ -58,13 +67,7 @@ def test_an_empty_selection_counts_nothing_and_leaves_the_next_alone(name: str) 
 def test_an_empty_selection_in_a_big_step(name: str) -> None:
     """The same where the big batch is cut by itself."""
     case = selected(name)
-    batches = [case.join(some_empty(case)), *case.micro_batches((6, 7), seed=3)]
-    model = case.model()
-    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), case.loss, micro_batch_size=2)
-    for batch in batches:
-        step(batch)
-    true = big_batches(case, batches, 1)
-    assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
+    assert_big_step_equal(case, [case.join(some_empty(case)), *case.micro_batches((6, 7), seed=3)], 2)
 
 
 def test_a_term_that_some_micro_batches_lack() -> None:
@@ -80,11 +83,7 @@ def test_a_term_that_some_micro_batches_lack() -> None:
     batch = case.batch(12, 0)
     batch["scalar"][:6] = -batch["scalar"][:6].abs()
     batch["scalar"][6:].abs_()
-    model = case.model()
-    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, micro_batch_size=3)
-    step(batch)
-    true = big_batches(case, [batch], 1)
-    assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
+    assert_big_step_equal(case, [batch], 3)
 
 
 @pytest.mark.xfail(strict=True, reason="a stack of samples is not followed to the rows they were taken from")
@@ -159,24 +158,11 @@ def kept(numbers: Iterable[int], size: int = 8) -> list[Batch]:
 def test_a_sum_over_chosen_rows_divided_by_their_number(name: str, entrance: str) -> None:
     """As detection losses are written; a micro-batch with none counts none, though it divides by 1."""
     case = Loss(name, mlp(), rows, lambda m, b: CHOSEN[name](m, b) / max(1, int(b["kept"].sum())))
-    model, twin = case.model(), case.model()
-    ours, theirs = (torch.optim.SGD(trained(each), lr=0.1) for each in (model, twin))
-    accumulator = Accumulator(model, ours, steps=4) if entrance == "accumulator" else None
-    step = None if accumulator else BigStep(model, ours, case.loss, micro_batch_size=8)
-    for numbers in ((6, 5, 4, 3), (5, 0, 6, 0), (0, 4, 3, 6)):
-        batches = kept(numbers)
-        batch = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
-        if accumulator is not None:
-            update = [accumulator.backward(case.loss(model, each)) for each in batches][-1]
-        else:
-            assert step is not None
-            update = step(batch)
-        assert update is not None
-        assert update.count == sum(numbers)
-        theirs.zero_grad()
-        case.loss(twin, batch).backward()
-        theirs.step()
-        assert distance([p.detach() for p in trained(model)], [p.detach() for p in trained(twin)]) <= 1e-12
+    batches = kept((6, 5, 4, 3, 5, 0, 6, 0, 0, 4, 3, 6))
+    if entrance == "accumulator":
+        assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
+    else:
+        assert_big_step_equal(case, [case.join(batches[start : start + 4]) for start in (0, 4, 8)], 8)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
