@@ -196,6 +196,13 @@ def mixed(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0] + 0.3 * batch[0][torch.randperm(len(batch[0]))]), batch[1])
 
 
+def turned(model: nn.Module, batch: Batch) -> Tensor:
+    """Noise on two places of each sample, places first: no rows of it in one piece are a part's."""
+    places = batch[0].unflatten(1, (2, 4)).transpose(0, 1).flatten(0, 1)
+    noisy = places + 0.3 * torch.randn_like(places)
+    return F.cross_entropy(model(noisy.unflatten(0, (2, -1)).transpose(0, 1).flatten(1)), batch[1])
+
+
 class Reentrant(nn.Module):
     """A layer in a checkpoint of the older kind, whose gradient cannot be asked for: the losses are compared."""
 
@@ -712,7 +719,7 @@ def test_it_looks_four_times_more() -> None:
 # What it could not see.
 
 
-@pytest.mark.parametrize("loss", [mixed, one_by_one])
+@pytest.mark.parametrize("loss", [mixed, one_by_one, turned])
 @pytest.mark.parametrize(("check", "heard"), [(True, [0, 0, 1, 0]), (False, [0, 0, 0, 0])])
 def test_numbers_that_cannot_be_drawn_again_are_said_once(loss: Loss, check: bool, heard: list[int]) -> None:
     """At the user's line, when a batch is cut for the first time; whoever knows is told nothing."""
