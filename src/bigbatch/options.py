@@ -1,8 +1,8 @@
 """What few users of `BigStep` need to set, and what its other arguments may be."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -61,8 +61,11 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""
         arguments.mesh(self.mesh)
-        for name, check in _CHECKS.items():
-            check(getattr(self, name))
+        for name, (what, accepts) in _CHECKS.items():
+            accepting(name, what, accepts)(getattr(self, name))
+        for name in ("cuda_graph", "skip_nonfinite", "check"):
+            arguments.truth(name, getattr(self, name))
+        arguments.gradient_dtype(self.gradient_dtype)
         if self.token_budget != "auto" and self.lengths is None:  # noqa: S105 - no password
             problem = f"token_budget={self.token_budget} needs lengths."
             raise ConfigurationError(problem, fix="Options(lengths='attention_mask', ...)")
@@ -77,24 +80,21 @@ def _is_positive_or_auto(value: object) -> bool:
     return value == "auto" if isinstance(value, str) else is_positive(value)
 
 
-def _is_one_of(name: str, *words: str) -> Callable[[Any], Any]:
-    return accepting(name, " or ".join(f'"{word}"' for word in words), lambda value: value in words)
+def _is_one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
+    return " or ".join(f'"{word}"' for word in words), lambda value: value in words
 
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "lengths": accepting(
-        "lengths",
+_SIZE = 'a positive integer or "auto"', _is_positive_or_auto
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "lengths": (
         "the name of a mask or a function from a batch",
         lambda x: x is None or isinstance(x, str) or callable(x),
     ),
-    "token_budget": accepting("token_budget", 'a positive integer or "auto"', _is_positive_or_auto),
-    "collate": accepting("collate", "a function from a list of samples to a batch", lambda x: x is None or callable(x)),
-    "batch_norm": _is_one_of("batch_norm", "exact", "refuse", "micro"),
-    "activations": _is_one_of("activations", "auto", "keep", "recompute", "offload"),
-    "gradient_dtype": arguments.gradient_dtype,
-    **{name: partial(arguments.truth, name) for name in ("cuda_graph", "skip_nonfinite", "check")},
+    "token_budget": _SIZE,
+    "collate": ("a function from a list of samples to a batch", lambda x: x is None or callable(x)),
+    "batch_norm": _is_one_of("exact", "refuse", "micro"),
+    "activations": _is_one_of("auto", "keep", "recompute", "offload"),
 }
-_check_size = accepting("micro_batch_size", 'a positive integer or "auto"', _is_positive_or_auto)
 
 
 def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
@@ -103,15 +103,10 @@ def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
         return None
     found = type(loss_fn).__name__
     if callable(loss_fn) and not isinstance(loss_fn, nn.Module):
-        try:
-            found = f"one that takes {signature(loss_fn)}"
+        with suppress(TypeError):  # it takes others
             signature(loss_fn).bind(None, None)
-        except ValueError:  # some functions of C have no signature
             return loss_fn
-        except TypeError:
-            pass  # it takes others
-        else:
-            return loss_fn
+        found = f"one that takes {signature(loss_fn)}"
     raise ConfigurationError(
         f"loss_fn must be a function loss_fn(model, batch) -> loss; found {found}.",
         fix="BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))",
@@ -130,7 +125,7 @@ def checked_size(size: object, options: Options, device: torch.device, *, sharde
     """Accept a number of samples, or "auto" where any size gives the same update."""
     if options.cuda_graph and device.type != "cuda":
         raise ConfigurationError(f"cuda_graph=True needs the model on a CUDA device; found it on {device}")
-    chosen: int | Literal["auto"] = _check_size(size)
+    chosen: int | Literal["auto"] = accepting("micro_batch_size", *_SIZE)(size)
     is_auto = chosen == "auto"
     if is_auto and options.batch_norm == "micro" and options.lengths is None:
         raise ConfigurationError(

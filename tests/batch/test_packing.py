@@ -143,7 +143,7 @@ def test_a_packed_batch_is_the_untrimmed_one(
     for part in seen:  # of the last step, in which nothing is compared
         longest, number = max(1, int(part["lengths"].max()) + (how == "larger")), len(part["lengths"])
         for name in ("tokens", "attention_mask", "labels", "position_ids"):
-            assert part[name].shape == (number, min(longest, batch[name].shape[1]))
+            assert part[name].shape == (number, min(longest, max(lengths) + extra))
         assert number == 1 or budget == "auto" or number * longest <= budget
         assert number <= (most or number)
     assert loss == "both" or how == "larger" or step.padding.padded == sum(part["tokens"].numel() for part in seen)
