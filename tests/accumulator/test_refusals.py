@@ -81,6 +81,14 @@ def backward(loss: Callable[[Tensor, Batch], Tensor]) -> None:
     Accumulator(model, sgd(trained(model)), steps=2).backward(loss(model(BATCHES[0]["x"]), BATCHES[0]))
 
 
+def follow(*losses: Callable[[Tensor, Batch], Tensor]) -> None:
+    """Try to accumulate other losses in one window."""
+    model = mlp()()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(losses) + 1)
+    for loss in losses:
+        accumulator.backward(loss(model(BATCHES[0]["x"]), BATCHES[0]))
+
+
 def scheduled(make: Callable[[Any], Any]) -> None:
     """Pass a scheduler."""
     model = mlp()()
@@ -163,6 +171,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "a bare parameter beside a sum": lambda: train(BARE),
     "one learned factor": one_factor,
+    "a sum after a mean": lambda: follow(lambda o, _: o.square().mean(), lambda o, _: o.square().sum()),
+    "another factor": lambda: follow(lambda o, _: 0.5 * o.abs().mean(), lambda o, _: 0.3 * o.abs().mean()),
+    "zero after a mean": lambda: follow(lambda o, _: o.abs().mean(), lambda o, _: 0.0 * o.abs().mean()),
+    "a mean after zero": lambda: follow(lambda o, _: 0.0 * o.abs().mean(), lambda o, _: o.abs().mean()),
     "nanmean": lambda: backward(nan_mean),
     "nansum": lambda: backward(lambda o, b: torch.nansum(o - b["value"])),
     "einsum": lambda: backward(lambda o, b: torch.einsum("bi,bi->", o, b["value"])),

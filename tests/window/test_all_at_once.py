@@ -1,19 +1,22 @@
 """Weights of micro-batches that run side by side: counts that are tensors, as on a device, weigh as numbers do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from bigbatch import BigStep
 from bigbatch.loss.count import Term
 from bigbatch.window.all_at_once import weigh_together
 from bigbatch.window.tally import Ledger
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import Batch, rows, seeded
 
-rows = st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=2, max_size=6)
+pairs = st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=2, max_size=6)
 
 
 def terms(counts: Sequence[int], *, on_device: bool) -> list[Term]:
@@ -31,7 +34,7 @@ def weighed(every: Sequence[Sequence[int]], *, on_device: bool) -> tuple[list[li
     return [[float(n) for _, n in w.each] if w.each else [float(w.whole)] * number for w in found], ledger
 
 
-@given(rows)
+@given(pairs)
 def test_counts_on_a_device_weigh_as_numbers_do(every: list[tuple[int, int]]) -> None:
     """Each term's weights are its counts' shares: they add up to 1, or to 0 where nothing counted."""
     found, ledger = weighed(every, on_device=True)
@@ -50,3 +53,25 @@ def test_one_term_has_one_weight(counts: list[int]) -> None:
     """Its share, for the whole loss."""
     found, _ = weighed([(n,) for n in counts], on_device=True)
     assert [n for (n,) in found] == pytest.approx([n / (sum(counts) or 1) for n in counts], rel=1e-12)
+
+
+COUNTS: dict[str, tuple[Callable[[Any, Batch], Tensor], Any]] = {
+    "one mean": (lambda m, b: m(b["x"]).square().mean(), 40.0),
+    "as many": (lambda m, b: m(b["x"]).square().mean() + m(b["x2"]).abs().mean(), 40.0),
+    "more": (lambda m, b: m(b["x"]).square().mean() + m(b["x2"])[:, 0].abs().mean(), (40.0, 10.0)),
+    "a mean and a sum": (lambda m, b: m(b["x"]).square().mean() + m(b["x2"]).abs().sum(), (40.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_an_update_tells_what_was_counted(name: str) -> None:
+    """One number where all means were taken over as many; it is the big batch's update."""
+    loss, count = COUNTS[name]
+    model, twin = (seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))() for _ in range(2))
+    update = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4)(rows(10, 0))
+    value = loss(twin, rows(10, 0))
+    value.backward()
+    sgd(trained(twin)).step()
+    assert update.count == count
+    assert distance(weights(model), weights(twin)) <= 1e-12
+    assert not update.loss_is_exact or update.loss.item() == pytest.approx(value.item(), rel=1e-12)
