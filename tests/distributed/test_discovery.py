@@ -72,6 +72,7 @@ PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     "plan": (lambda mesh: plan(spread(mesh), lambda m, b: m(b).sum(), torch.zeros(4, 5)), IN_PARTS),
     "shards of two meshes": (lambda mesh: made(sharded_twice(mesh)), "a model is sharded over one mesh"),
     "shards and another group": (lambda mesh: made(shard(model(), mesh["dp"]), group=mesh["tp"].get_group()), GROUPS),
+    "shards and their group": (lambda mesh: made(shard(model(), mesh["dp"]), group=mesh["dp"].get_group()), ""),
     "a wrapper and another group": (in_pairs, GROUPS),
     "one replica of shards": (lambda mesh: made(shard(model(), mesh["one", "dp"])), ""),
 }

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from bigbatch import Accumulator, BigStep, Options, across
+from bigbatch.distributed.ranks import naming_lost_ranks
 from bigbatch.distributed.replicas import Replicas
+from bigbatch.errors import RankFailed
 from tests.support.rank_loops import (
     OPTIMIZERS,
     SIZES,
@@ -255,6 +257,16 @@ def test_out_of_memory_after_the_last_meeting() -> None:
     for (found, more), (expected, calls) in zip(again, true, strict=True):
         assert more > calls
         assert distance(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[gloo/pair.cc:1] closed by peer"), dist.DistError(), RankFailed()])
+def test_a_lost_connection_is_named(error: Exception) -> None:
+    """Whatever torch calls it, and once."""
+    with pytest.raises(RankFailed) as raised, naming_lost_ranks():
+        raise error
+    assert raised.value is error or raised.value.__cause__ is error
+    with pytest.raises(RuntimeError, match="mine"), naming_lost_ranks():
+        raise RuntimeError("mine")
 
 
 # Nothing is left behind.

@@ -410,7 +410,11 @@ def in_bfloat16(_: int, kind: str) -> Any:
     network = WRAPPERS[kind](nn.Sequential(nn.Linear(5, 4, bias=False), nn.Identity(), nn.Identity()).bfloat16())
     nn.init.zeros_(next(network.parameters()))
     found: list[Tensor] = []
-    accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=1.0), steps=64)
+    optimizer, named = torch.optim.SGD(network.parameters(), lr=1.0), dict[str, Any]()
+    if kind == "group":  # as a model has that was quantized
+        network[0].packed = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+        named["group"] = dist.group.WORLD
+    accumulator = Accumulator(network, optimizer, steps=64, **named)
     accumulator.before_step(lambda: found.extend(p.grad for p in network.parameters()))  # type: ignore[misc]
     for number in range(64):
         accumulator.backward(network(torch.full((1, 5), 1.0 + number / 128, dtype=torch.bfloat16)).float().sum())
@@ -418,7 +422,7 @@ def in_bfloat16(_: int, kind: str) -> Any:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("outermost", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("group", 2), ("outermost", 2), ("hsdp", 4)])
 def test_low_precision_is_added_up_in_float32(kind: str, ranks: int) -> None:
     """Over micro-batches and over ranks."""
     for gradient in exactly(ranks, in_bfloat16, kind):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
 
 _NUMBERS = 40  # in every row: a rank that fails need not know which one the others wait for
-_HEADER = 2  # numbers that each row begins with: its code, its place
 _FAILED, _AGAIN, _SEVERAL = 1, 2, 3  # codes: a rank has failed, tries again, needs counts in advance
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # objects that a group serves
 
@@ -70,9 +69,9 @@ class Ranks(Team):
         """
         place = f"{place} (loop {self._loops} of Accumulator or BigStep {self._number})"
         found = self._gather([code, fingerprint(place), *numbers], device)
-        codes = {row[0] for row in found}
+        codes = [row[0] for row in found]
         if _FAILED in codes:
-            failed = ", ".join(str(name) for name, row in zip(self._names, found, strict=True) if row[0] == _FAILED)
+            failed = ", ".join(str(name) for name, each in zip(self._names, codes, strict=True) if each == _FAILED)
             raise RankFailed(
                 f"rank {failed} failed in this window, so it cannot be made; nothing was changed on this one. The "
                 "error is in the output of that rank."
@@ -92,7 +91,7 @@ class Ranks(Team):
                 "`over` is inside another's, as many accumulators and BigSteps; and the same operations of `across` "
                 "in the same order, also in backward: no `if` on the rank or on the data, no other shapes",
             )
-        return [row[_HEADER:] for row in found]
+        return [numbers for _, _, *numbers in found]
 
     def fail(self, device: torch.device) -> None:
         """Tell the others, who wait for this rank's numbers, that there will be none."""

@@ -204,7 +204,7 @@ def in_one(tensors: Sequence[Tensor], device: torch.device) -> float:
     same, and fp16 has none so large.
     """
     norms = [
-        torch.linalg.vector_norm(each.detach(), 1, dtype=torch.float32 if each.dtype in LOW_PRECISION else None)
+        torch.linalg.vector_norm(each.detach(), dtype=torch.float32 if each.dtype in LOW_PRECISION else None)
         for each in tensors
     ]
     sums = torch.stack([each.to(device, torch.float32) for each in norms]).tolist() if norms else []
