@@ -407,7 +407,8 @@ def test_a_loss_leaves_alone_what_another_trains(kind: str, sizes: Sizes, given:
 
 def in_bfloat16(_: int, kind: str) -> Any:
     """Train bf16 parameters, whose gradients add up in float32, each adding what bf16 would round away."""
-    network = WRAPPERS[kind](nn.Sequential(nn.Linear(5, 4, bias=False), nn.Identity(), nn.Identity()).bfloat16())
+    plain = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Identity(), nn.Identity()).bfloat16()
+    network: Any = WRAPPERS[kind](plain)
     nn.init.zeros_(next(network.parameters()))
     found: list[Tensor] = []
     optimizer, named = torch.optim.SGD(network.parameters(), lr=1.0), dict[str, Any]()
@@ -415,7 +416,7 @@ def in_bfloat16(_: int, kind: str) -> Any:
         network[0].packed = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
         named["group"] = dist.group.WORLD
     accumulator = Accumulator(network, optimizer, steps=64, **named)
-    accumulator.before_step(lambda: found.extend(p.grad for p in network.parameters()))  # type: ignore[misc]
+    accumulator.before_step(lambda: found.extend(p.grad for p in network.parameters()))
     for number in range(64):
         accumulator.backward(network(torch.full((1, 5), 1.0 + number / 128, dtype=torch.bfloat16)).float().sum())
     gradient: Any = found[0]
