@@ -348,20 +348,20 @@ def test_shards_average_again(replicas: bool) -> None:
         assert distance(gradients, [p.grad for p in network.parameters() if p.grad is not None]) <= 1e-12
 
 
-def broadcasts(rank: int, wanted: bool) -> int:
+def broadcasts(rank: int, wanted: bool, overlap: bool) -> int:
     """Count how often buffers are sent."""
     plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().eval()
     network: Any = Ddp(plain)
     network.broadcast_buffers = wanted
     with patch.object(network, "_sync_buffers", wraps=network._sync_buffers) as sent:
-        train(rank, network, steps=1, overlap=True)
+        train(rank, network, steps=1, overlap=overlap)
     return sent.call_count
 
 
-@pytest.mark.parametrize(("wanted", "times"), [(True, 4), (False, 0)])
-def test_buffers_are_sent_once_per_update(wanted: bool, times: int) -> None:
+@pytest.mark.parametrize(("wanted", "overlap"), [(True, True), (True, False), (False, True)])
+def test_buffers_are_sent_once_per_update(wanted: bool, overlap: bool) -> None:
     """Also where DDP reduces, whose forward would send them, too; and never where DDP would not."""
-    assert exactly(2, broadcasts, wanted) == [times] * 2
+    assert exactly(2, broadcasts, wanted, overlap) == [4 * wanted] * 2
 
 
 def summed_in_low_precision(rank: int) -> Any:

@@ -35,7 +35,7 @@ from tests.support.rank_loops import (
     two_counts,
     two_heads,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import exactly
 
 pytestmark = pytest.mark.ranks
 
@@ -261,6 +261,7 @@ def early(rank: int) -> None:
     network = parts_of(model())
     accumulator = made(network, overlap=True)
     accumulator.backward(mean(network, micro_batch(3, rank)))
+    assert all(p.grad is None for p in network.parameters())
     accumulator.flush()
 
 
@@ -390,7 +391,6 @@ WRAPPERS: dict[str, Program] = {
     "no group": lambda _: made(Ddp(model()), group=[0, 1]),
     "verify DDP": lambda rank: verify(Ddp(model()), mean, micro_batch(4, rank), 2),
 }
-CASES = {**COMMON, **OVERLAP, **SHARDS, **WRAPPERS}
 OWN_WORDS = {"no batch for shards", "uneven counts in advance", "two groups"}  # which say what is so on the rank itself
 # Whose texts belong to other parts of the library.
 OF_OTHERS = {
@@ -398,21 +398,29 @@ OF_OTHERS = {
     *("saved in mid-window", "an open window of one process", "no batch for shards", "uneven counts in advance"),
     *("sharded later", "sharded later, big step", "a bare parameter", "a penalty of shards"),
 }
+CASES = {**COMMON, **OVERLAP, **SHARDS, **WRAPPERS}
 
 
-def refused(rank: int, name: str) -> str:
-    """Return what is raised; a step that was made all the same is none."""
-    return heard(CASES[name], rank)
+def refused(rank: int, names: list[str]) -> list[str]:
+    """Return what each raises; a step that was made all the same is none."""
+    return [heard(CASES[name], rank) for name in names]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_OTHERS])
 def test_all_ranks_refuse(name: str) -> None:
     """With the same error."""
-    one, other = run_on_ranks(2, refused, name)
+    (one,), (other,) = exactly(2, refused, [name])
     assert one == other or (one and name in OWN_WORDS)
     assert one.partition(": ")[0] in vars(errors)
-    if name not in OF_OTHERS:
-        approve("distributed", name, one)
+    approve("distributed", name, one)
+
+
+def test_all_ranks_refuse_what_other_parts_do() -> None:
+    """One after the other."""
+    names = sorted(OF_OTHERS)
+    for name, one, other in zip(names, *exactly(2, refused, names), strict=True):
+        assert one == other or (one and name in OWN_WORDS), name
+        assert one.partition(": ")[0] in vars(errors), name
 
 
 def apart(rank: int, heads: list[int]) -> str:
@@ -422,8 +430,8 @@ def apart(rank: int, heads: list[int]) -> str:
 
 def test_replicas_are_apart_and_their_ranks_are_not() -> None:
     """Replicas may reach other parameters, ranks of one may not."""
-    assert run_on_ranks(4, apart, [0, 0, 1, 1]) == [""] * 4
-    for each in run_on_ranks(4, apart, [0, 1, 0, 1]):
+    assert exactly(4, apart, [0, 0, 1, 1]) == [""] * 4
+    for each in exactly(4, apart, [0, 1, 0, 1]):
         assert "have reached different parameters" in each
 
 
