@@ -24,24 +24,3 @@ for i, (x, y) in enumerate(loader):
     loss.backward()
     if not (i + 1) % accumulation_steps:
         optimizer.step()
-# --- clearing_outside_the_condition_one_and_i (after the head): BB101, BB103
-for i, (x, y) in enumerate(loader):
-    optimizer.zero_grad()
-    loss = criterion(model(x), y) / accumulation_steps
-    loss.backward()
-    if (1 + i) % accumulation_steps == 0:
-        optimizer.step()
-# --- clearing_outside_the_condition_plain (after the head): BB101, BB103
-for i, (x, y) in enumerate(loader):
-    optimizer.zero_grad()
-    loss = criterion(model(x), y) / accumulation_steps
-    loss.backward()
-    if (i + 1) % accumulation_steps == 0:
-        optimizer.step()
-# --- clearing_outside_the_condition_turned (after the head): BB101, BB103
-for i, (x, y) in enumerate(loader):
-    optimizer.zero_grad()
-    loss = criterion(model(x), y) / accumulation_steps
-    loss.backward()
-    if 0 == (i + 1) % accumulation_steps:
-        optimizer.step()

@@ -21,37 +21,12 @@ for update in range(1000):
     for micro in range(accumulation_steps):
         (criterion(model(x), y) / accumulation_steps).backward()
         optimizer.step()
-# --- masked_autoencoder_class: BB102
-class Pretrainer:
-    def __init__(self, model, data, cfg):
-        self.model = model
-    def one_update(self):
-        self.optimizer.zero_grad()
-        for _ in range(self.update_freq):
-            loss, _, _ = self.model(images, mask_ratio=0.75)
-            (loss / self.update_freq).backward()
-            self.optimizer.step()  # expect: BB102
-        self.scheduler.step()
-    def run(self, updates):
-        for _ in range(updates):
-            self.one_update()
 # --- myth_it_updates_after_every_micro_batch: BB102
 for inputs, labels in loader:
     loss = criterion(model(inputs), labels) / accumulation_steps
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-# --- nb_step_each: BB102
-virtual_batch, real_batch = 256, 32
-accum_steps = virtual_batch // real_batch
-mse = nn.MSELoss()
-for epoch in range(5):
-    for step, (x, y) in enumerate(loader):
-        loss = mse(net(x), y)
-        loss = loss / accum_steps
-        loss.backward()
-        optim.step()  # expect: BB102
-        optim.zero_grad()
 # --- step_in_while: BB102
 batch_size = 10  # episodes for one update
 while done < 100_000:

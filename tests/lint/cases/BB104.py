@@ -18,21 +18,3 @@ class GANLike(pl.LightningModule):
         if (batch_idx + 1) % 4 == 0 or self.trainer.is_last_batch:  # expect: BB104
             opt.step()
         return torch.optim.Adam(self.parameters())
-# --- myth_zero_grad_before_every_micro_batch_2: BB101, BB104
-for i, (inputs, labels) in enumerate(loader):
-    optimizer.zero_grad()
-    loss = criterion(model(inputs), labels)
-    loss /= 4
-    loss.backward()
-    if (i + 1) % 4 == 0 or i + 1 == len(loader):
-        optimizer.step()
-# --- object_counting: BB104
-criterion = nn.MSELoss()
-accum_steps = 26
-for epoch in range(400):
-    for i, (img, density) in enumerate(loader):
-        loss = criterion(model(img.cuda()), density.cuda()) / accum_steps
-        loss.backward()
-        if (i + 1) % accum_steps == 0 or (i + 1) == len(loader):  # expect: BB104
-            optimizer.step()
-            optimizer.zero_grad()

@@ -57,22 +57,6 @@ for x, y in loader:
         optimizer.zero_grad()
         left = accumulation_steps
     left -= 1
-# --- ecg_classifier: BB103, BB105
-def fit(model, loader, epochs: int, k: int = 4, lr: float = 1e-3):
-    for epoch in range(epochs):
-        for idx, (signal, rhythm) in enumerate(loader):
-            loss = F.cross_entropy(model(signal), rhythm) / k
-            loss.backward()
-            if idx % k == 0 and idx > 0:  # expect: BB105, BB103
-                opt.step()
-                opt.zero_grad()
-# --- off_by_one_plain (after the head): BB103, BB105
-for i, (x, y) in enumerate(loader):
-    loss = criterion(model(x), y) / accumulation_steps
-    loss.backward()
-    if i % accumulation_steps == 0:
-        optimizer.step()
-        optimizer.zero_grad()
 # --- the_loop_counts_micro_steps_under_another_name (after the head): BB105, BB201, (BB103)
 for i in range(micro_steps):
     criterion(model(x), y).backward()

@@ -1,8 +1,3 @@
-# --- a_finding_says_where_and_what: BB106
-for x in loader:
-    loss = net(x)
-    loss.backward()
-    opt.step()
 # --- bci_decoder: BB103, BB106
 def main():
     ce = nn.CrossEntropyLoss()
@@ -19,32 +14,6 @@ for epoch in range(20):
         loss = loss_fn(net(xb), yb)
         loss.backward()
         opt.step()  # expect: BB106
-# --- cleared_once_before_all (after the head): BB106
-optimizer.zero_grad()
-for epoch in range(3):
-    for x, y in loader:
-        criterion(model(x), y).backward()
-        optimizer.step()
-# --- flowers_parens: BB106
-criterion = torch.nn.CrossEntropyLoss()
-for epoch in range(5):
-    for window in flower_loader(batch_size=16).windows(n_acc):
-        for images, labels in window:
-            loss = criterion(model(images), labels) / len(window)
-            loss.backward()
-        optimizer.step()  # expect: BB106
-# --- gpt_small_stream: BB106
-accumulation_steps = 8
-for it in range(5000):
-    for _ in range(accumulation_steps):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x, y) / accumulation_steps
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()  # expect: BB106
-    scheduler.step()
-    if it % 250 == 0:
-        print(f"{it} {loss.item() * accumulation_steps:.4f}")
 # --- never_cleared (after the head): BB106
 for x, y in loader:
     criterion(model(x), y).backward()

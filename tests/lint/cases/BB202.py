@@ -1,7 +1,3 @@
-# --- a_factor_that_happens_to_be_one_over_the_steps_accumulator_f_3 (after the head): BB202
-accumulator = Accumulator(model, optimizer, steps=2)
-for x, y in accumulator.over(loader):
-    accumulator.backward(F.mse_loss(model(x), y) / 2)
 # --- a_factor_that_happens_to_be_one_over_the_steps_by_hand_f_mse_3 (after the head): BB103, BB202
 for i in range(len(stream)):
     loss = F.mse_loss(model(x), y) / 2

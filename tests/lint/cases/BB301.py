@@ -9,23 +9,6 @@ for epoch in range(3):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)  # expect: BB301
             opt.step()
             opt.zero_grad()
-# --- accelerate_divided_again_and_clipped_always: BB202, BB301
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    with accelerator.accumulate(model):
-        loss = model(**batch).loss / 4
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-# --- clipped_in_every_round (after the head): BB103, BB301
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accumulation_steps).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if (i + 1) % accumulation_steps == 0:
-        optimizer.step()
-        optimizer.zero_grad()
 # --- fabric_clip: BB301
 def main(accum=8):
     model, optimizer = fabric.setup(model, optimizer)
@@ -51,19 +34,6 @@ def train(model, loader, epochs, accum=4):
             if global_step % accum == 0:  # windows may reach across epochs
                 opt.step()
                 opt.zero_grad()
-# --- handwriting_lstm: BB301
-def train(net, loader, epochs, accum=8, clip=10.0):
-    assert len(loader) % accum == 0, "whole windows only"
-    for _ in range(epochs):
-        optimizer.zero_grad()
-        for i, (stroke, text) in enumerate(loader):
-            nll = net(stroke, text)
-            nll = nll / accum
-            nll.backward()
-            nn.utils.clip_grad_value_(net.parameters(), clip)  # expect: BB301
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
 # --- stock_clip_after: BB301
 for epoch in range(12):
 	for past, future in days(batch=128):

@@ -20,22 +20,6 @@ for it in range(60_000):
     scaler.step(opt)
     scaler.update()
     opt.zero_grad()
-# --- amp_never_unscaled: BB302
-def train_epoch(model, loader, optimizer, scaler, loss_fn, accum_iter):
-    n = len(loader)
-    for i, (x, y) in enumerate(loader):
-        size = accum_iter if i < n - n % accum_iter else n % accum_iter
-        with torch.autocast(device_type="cuda", dtype=torch.float16):
-            loss = loss_fn(model(x), y) / size
-        scaler.scale(loss).backward()
-        if (i + 1) % accum_iter == 0 or i + 1 == n:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # expect: BB302
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-def main(model, loader):
-    for _ in range(10):
-        train_epoch(model, loader, optimizer, scaler, torch.nn.MSELoss(), 4)
 # --- amp_plain_clip: BB302
 for epoch in range(10):
     for seq, tracks in windows("human", batch_size=4):
@@ -46,18 +30,6 @@ for epoch in range(10):
         clip_grad_norm_(model.parameters(), 0.2)  # expect: BB302
         scaler.step(optimizer)
         scaler.update()
-# --- amp_unscale_each: BB302
-ACCUM_STEPS = 8
-for update in range(25_000):
-    opt.zero_grad(set_to_none=True)
-    for m in range(ACCUM_STEPS):
-        with torch.autocast("cuda"):
-            loss = (sim(s0) - s1).square().mean() / ACCUM_STEPS
-        scaler.scale(loss).backward()
-        scaler.unscale_(opt)  # expect: BB302
-    torch.nn.utils.clip_grad_norm_(sim.parameters(), 0.1)
-    scaler.step(opt)
-    scaler.update()
 # --- amp_unscale_late: BB302
 class Trainer:
     def __init__(self, model, opt, stream, n_micro):

@@ -1,17 +1,3 @@
-# --- accelerate_scheduler: BB304
-def main(epochs=5, accum=4):
-    accelerator = Accelerator(gradient_accumulation_steps=accum)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 100, updates)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for _ in range(epochs):
-        for block in loader:
-            with accelerator.accumulate(model):
-                loss = model(block)
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()  # expect: BB304
-                optimizer.zero_grad()
-main()
 # --- lightning_manual_schedule: BB304
 class Inpainter(pl.LightningModule):
     def __init__(self, net, n=4):
@@ -42,15 +28,3 @@ for i, (x, y) in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
     scheduler.step()
-# --- warmup_inner: BB304
-UPDATES, ACCUM = 10_000, 8
-cosine = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5 * (1 + math.cos(math.pi * min(n, UPDATES) / UPDATES)))
-loss_fn = torch.nn.TripletMarginLoss()
-for update in range(UPDATES):
-    for _ in range(ACCUM):
-        a, p, n = (encoder(t.cuda()) for t in next(stream))
-        loss = loss_fn(a, p, n) / ACCUM
-        loss.backward()
-        cosine.step()  # expect: BB304
-    opt.step()
-    opt.zero_grad()

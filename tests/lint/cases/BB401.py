@@ -10,21 +10,6 @@ def main(rank, accum=4):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-# --- ddp_functions_apart: BB103, BB401
-def train_epoch(net, loader, opt, n_acc, device):
-    for i, (sat, road) in enumerate(loader):
-        loss = torch.nn.functional.l1_loss(net(sat.to(device)), road.to(device)) / n_acc
-        loss.backward()  # expect: BB401
-        if (i + 1) % n_acc == 0:  # expect: BB103
-            opt.step()
-            opt.zero_grad()
-def main():
-    if dist.get_world_size() > 1:
-        net = DDP(net, device_ids=[device.index])
-    for _ in range(100):
-        train_epoch(net, loader, opt, 8, device)
-if __name__ == "__main__":
-    main()
 # --- ddp_medical: BB401
 def worker(rank, world_size, accum=8):
     assert len(loader) % accum == 0
@@ -38,14 +23,6 @@ def worker(rank, world_size, accum=8):
                 optimizer.zero_grad()
 if __name__ == "__main__":
     n = torch.cuda.device_count()
-# --- ddp_that_talks_in_every_round: BB103, BB401
-def train(model, optimizer, loader, accum_iter):
-    model = DDP(model)
-    for i, batch in enumerate(loader):
-        (model(batch).mean() / accum_iter).backward()
-        if (i + 1) % accum_iter == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 # --- ddp_trainer_class: BB104, BB401
 class DistTrainer:
     def __init__(self, model, loader, rank, accum=4):

@@ -4,12 +4,6 @@ for x, y in accumulator.over(loader):
     loss = criterion(model(x), y)
     update = accumulator.backward(loss)
     losses.append(loss)
-# --- a_running_loss_with_its_graph_beside_accumulator: BB501
-accumulator = Accumulator(model, optimizer, steps=4)
-for x, y in accumulator.over(loader):
-    loss = criterion(model(x), y)
-    update = accumulator.backward(loss)
-    total += loss
 # --- losses_list: BB501
 def train(model, windows, optimizer):
     for window in windows:
@@ -19,16 +13,6 @@ def train(model, windows, optimizer):
             (loss / len(window)).backward()
             losses.append(loss)  # expect: BB501
         optimizer.step()
-# --- running_loss_plain: BB501
-criterion = nn.MSELoss()
-for epoch in range(20):
-    running_loss = 0.0
-    for n, (ride, fare) in enumerate(rides(batch_size=512)):
-        optimizer.zero_grad()
-        loss = criterion(net(ride), fare)
-        loss.backward()
-        optimizer.step()
-        running_loss += loss  # expect: BB501
 # --- running_mean_graph: BB501
 for update in range(20_000):
     opt.zero_grad()
@@ -46,15 +30,3 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
     total += loss
-# --- total_loss_graph: BB501
-grad_acc = 8
-total_loss = 0
-for update in range(5000):
-    optimizer.zero_grad()
-    for _ in range(grad_acc):
-        loss = F.cross_entropy(net(x), y) / grad_acc
-        loss.backward()
-        total_loss += loss  # expect: BB501
-    optimizer.step()
-    if update % 100 == 99:
-        print(update + 1, total_loss / 100)

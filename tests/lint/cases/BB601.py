@@ -31,23 +31,6 @@ for epoch in range(100):
         for x, y in window:
             loss_fn(model(x), y).div(len(window)).backward()
         optimizer.step()
-# --- myth_identical_to_a_big_batch: BB104, BB203, BB601
-model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4))
-for i, (inputs, labels) in enumerate(loader):
-    loss = F.cross_entropy(model(inputs), labels, ignore_index=-100) / 4
-    loss.backward()
-    if (i + 1) % 4 == 0 or i + 1 == len(loader):
-        optimizer.step()
-        optimizer.zero_grad()
-# --- nb_resnet_cells: BB601
-model = torchvision.models.resnet18(weights="DEFAULT")  # expect: BB601
-steps = 8
-for update in range(1000):
-    optimizer.zero_grad()
-    for _ in range(steps):
-        loss = torch.nn.functional.cross_entropy(model(x.cuda()), y.cuda())
-        (loss / steps).backward()
-    optimizer.step()
 # --- resnet_small_batches: BB601
 def main(batch_size=4, accum=16, epochs=10):
     net = models.resnet50(weights="IMAGENET1K_V2").cuda()  # expect: BB601

@@ -14,10 +14,6 @@ def step(model, optimizer, chunks):
         model(chunk).backward(gradient=gradient)
     optimizer.step()
     optimizer.zero_grad()
-# --- a_factor_that_happens_to_be_one_over_the_steps_accumulator_f_2 (after the head): nothing
-accumulator = Accumulator(model, optimizer, steps=2)
-for x, y in accumulator.over(loader):
-    accumulator.backward((F.mse_loss(model(x), y) + F.l1_loss(model(x), y)) / 2)
 # --- a_masked_sum_over_the_window_s_count (after the head): nothing
 for window in windows:
     for x, y in window:
@@ -54,14 +50,6 @@ for x, y in loader:
         optimizer.step()
     (criterion(model(x), y) / window_size(i)).backward()
 optimizer.step()
-# --- accelerate_accumulating_where_this_file_does_not_see: nothing
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    context = accelerator.accumulate(model)
-    accelerator.backward(model(**batch).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 # --- accelerate_gathered_item: nothing
 def main(args):
     accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, mixed_precision=args.mixed_precision, log_with="wandb")
@@ -84,13 +72,6 @@ def main(args):
                 global_step += 1
             if global_step >= args.max_train_steps:
                 break
-# --- accelerate_whose_engine_accumulates: nothing
-accelerator = Accelerator(gradient_accumulation_steps=4, deepspeed_plugin=plugin)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    accelerator.backward(model(**batch).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 # --- another_library_with_the_same_words: nothing
 import paddle
 for i, (x, y) in enumerate(loader):
@@ -123,20 +104,6 @@ for epoch in range(100):
     total.backward()
     if epoch % 10 == 0:
         print(epoch, total.data)
-# --- batch_size_warmup: nothing
-def accum_for(update: int) -> int:
-        return 1
-for update in range(20_000):
-    n = accum_for(update)
-    for _ in range(n):
-        loss = model(x, y) / n
-        loss.backward()
-        loss_sum += loss.detach()
-    opt.step()
-    sched.step()
-    opt.zero_grad(set_to_none=True)
-    if update % 100 == 0:
-        print(f"{update=} {n=} loss={loss_sum.item():.3f}")
 # --- batched_itertools: nothing
 for epoch in range(8):
     for micro_batches in batched(folds("train"), 5):
@@ -192,24 +159,6 @@ for epoch in range(10):
         if count % 4 == 0:
             optimizer.step()
             optimizer.zero_grad()
-# --- ddp_exit_stack: nothing
-ACC_STEPS = 4
-class Runner:
-    def __init__(self, net, opt, stream, rank):
-        self.net = parallel.DistributedDataParallel(net, device_ids=[rank])
-    def update(self):
-        self.opt.zero_grad()
-        for j in range(ACC_STEPS):
-                if j < ACC_STEPS - 1:
-                    stack.enter_context(self.net.no_sync())
-                loss = torch.nn.functional.huber_loss(self.net(x), y)
-                loss.div(ACC_STEPS).backward()
-        self.opt.step()
-    def run(self, updates, log_every=25):
-        for u in range(updates):
-            loss = self.update()
-            if u % log_every == 0:
-                print(f"update {u}: {loss.item():.4f}")
 # --- deepspeed_told_not_to_divide: nothing
 engine, optimizer, _, _ = deepspeed.initialize(model=model, config={"gradient_accumulation_steps": 4})
 for batch in loader:
@@ -297,20 +246,6 @@ def grad_cache_step(model, opt, q_chunks, p_chunks, temp=0.05):
     for chunk, g in zip(p_chunks, p.grad.split([len(c) for c in p_chunks])):
         model(chunk).backward(gradient=g)
     opt.step()
-# --- grpo_tokens: nothing
-def policy_loss_sum(policy, batch, clip):
-    return (per_token * batch.mask).sum()
-def update(policy, optimizer, batches, clip=0.2, max_norm=1.0):
-    optimizer.zero_grad(set_to_none=True)
-    for b in batches:
-        loss = policy_loss_sum(policy, b, clip) / total_tokens
-        loss.backward()
-        loss_value += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    optimizer.step()
-def train(policy, rollouts, steps, lr=1e-6, micro=2):
-    for s in range(steps):
-        loss, norm = update(policy, optimizer, batch.split(micro))
 # --- mae_engine_whole_windows: nothing
 def train_one_epoch(model, data_loader, optimizer, device, epoch, loss_scaler: NativeScaler, args):
     if len(data_loader) % accum_iter:
