@@ -75,9 +75,11 @@ class Attention:
 
     def tokens(self, lengths: Sequence[int]) -> int:
         """A budget for a batch."""
-        return self.sizes.tokens("auto", lengths, self._probe(max(lengths)))
+        return self.sizes.tokens("auto", lengths, self.probe(max(lengths)))
 
-    def _probe(self, longest: int) -> Callable[[int, int], Probe]:
+    def probe(self, longest: int) -> Callable[[int, int], Probe]:
+        """Probe sizes of samples of a length."""
+
         def probe(size: int, limit: int) -> Probe:
             self.probed.append((size, longest))
             return Probe(size, size * longest**2 * limit // self.room, 0.1 + 1e-6 * size * longest)
@@ -122,7 +124,7 @@ def test_a_budget_that_failed_is_never_exceeded() -> None:
     assert device.tokens([16] * 800) == 100
     assert len(device.probed) == probes
     assert device.tokens([64] * 800) == 100
-    assert device.sizes.tokens(40, [64] * 800, device._probe(64)) == 40
+    assert device.sizes.tokens(40, [64] * 800, device.probe(64)) == 40
 
 
 def test_what_was_learned_is_saved_with_what_it_was_found_with() -> None:
