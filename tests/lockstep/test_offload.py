@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from bigbatch import BigStep, Options, across
 from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep import run
+from bigbatch.lockstep.offload_evict import Holdings
 from bigbatch.lockstep.offload_store import HostMemory
 from tests.support.coupled import assert_big_batch
 from tests.support.late_streams import offload_late
@@ -379,6 +380,23 @@ def test_what_stays_and_what_is_not_lost(how: str, monkeypatch: pytest.MonkeyPat
     by = torch.Generator().manual_seed(0)
     batch = tuple(torch.randn(12, size, generator=by, dtype=torch.float64) for size in (6, 16))
     assert_big_batch(make, loss, [batch] * 3, 2, check=False, optimizer=slow)
+
+
+@given(st.integers(2, 70), st.floats(0, 1.5))
+def test_as_many_leave_as_must(size: int, room: float) -> None:
+    """Of all micro-batches, not next to each other where that can be; what stays fits."""
+    tensors = [torch.ones(32) for _ in range(size)]
+    limit = int(room * size * 128)
+    holdings = Holdings(limit, tuple)
+    leaves = []
+    for number, tensor in enumerate(tensors):
+        holdings.add(number, tensor)
+        leaves.append(bool(holdings.leaving(number, size, 0)))
+    stay = size - sum(leaves)
+    assert stay * 128 <= limit + 128
+    assert (stay + 1) * 128 > limit or stay == size
+    if 2 * limit >= size * 128:
+        assert not any(a and b for a, b in pairwise(leaves))
 
 
 # Failures.

@@ -452,11 +452,11 @@ def test_several_threads_each_with_a_step_of_their_own() -> None:
 # Room for what waits.
 
 
-def step_of_sequences() -> tuple[nn.Module, BigStep]:
+def step_of_sequences(**given: Any) -> tuple[nn.Module, BigStep]:
     """Return a model whose activations grow with the length, and a step."""
     torch.manual_seed(0)
     layers = nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Flatten()
-    model, options = nn.Sequential(*layers), Options(check=False)
+    model, options = nn.Sequential(*layers), Options(check=False, **given)
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     return model, BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=options)
 
@@ -472,6 +472,7 @@ def test_longer_samples_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> N
         step(torch.randn(8, 3, 16 * 256))
     assert distance(weights(model), before) == 0
     step(torch.randn(8, 3, 16))
+    step_of_sequences(activations="keep")[1](torch.randn(8, 3, 16 * 256))  # which does not look
 
 
 def test_weights_do_not_wait_with_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
