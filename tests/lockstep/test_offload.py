@@ -382,6 +382,21 @@ def test_what_stays_and_what_is_not_lost(how: str, monkeypatch: pytest.MonkeyPat
     assert_big_batch(make, loss, [batch] * 3, 2, check=False, optimizer=slow)
 
 
+def test_the_casts_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast makes them once for all micro-batches."""
+    monkeypatch.setattr(run, "_WAITING", 0)
+    model = Residual().float()
+    twin = copy.deepcopy(model)
+    inputs, labels = images(16, 0)
+    batch = inputs.float(), labels
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=2, options=Options(check=False))
+    with torch.autocast("cpu", torch.bfloat16):
+        step(batch)
+        cross_entropy(twin, batch).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-2  # what bf16 rounds
+
+
 @given(st.integers(2, 70), st.floats(0, 1.5))
 def test_as_many_leave_as_must(size: int, room: float) -> None:
     """Of all micro-batches, not next to each other where that can be; what stays fits."""

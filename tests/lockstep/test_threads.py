@@ -86,8 +86,8 @@ def test_what_a_meeting_makes_of_the_values() -> None:
         return ["".join(values)]
 
     def task(worker: Worker) -> tuple[list[str], str, tuple[int, int, int]]:
-        found = worker.meet("all", "abc"[worker.number], combine)
         folded: str = worker.meet("it", "abc"[worker.number], added, lambda a, b: f"({a}{b})")
+        found = worker.meet("all", "abc"[worker.number], combine)
         return found, folded, (worker.number, worker.size, worker.meetings)
 
     first, second, third = side_by_side(Crew(), task)
