@@ -41,7 +41,7 @@ bench: $(VENV)/.ready-bench  ## the tables of exactness and overhead: ARGS="--js
 zoo: $(VENV)/.ready-zoo  ## other libraries' models and losses: ARGS="--seed 1"
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.zoo $(ARGS)
 
-faults: $(VENV)/.ready-test  ## 10,000 exceptions at every place of a step, some minutes: ARGS="--seed 7 --count 500"
+faults: $(VENV)/.ready-test  ## 10,000 exceptions at every place of a step, some minutes: ARGS="--seed 7 --count 500 --jobs 2"
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.faults $(ARGS)
 
 kills: $(VENV)/.ready-test  ## 200 trainings, killed and resumed: ARGS="--seed 7 --count 20"
