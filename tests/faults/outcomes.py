@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 # fine: all is as promised, and training went on to the same weights. wrong: to others, without a word. lost: a batch,
 # a window or an interrupt is gone. leaked: something was left changed. unclear: an error that tells nothing.
 OUTCOMES = ("fine", "not reached", "wrong", "lost", "leaked", "hang", "unclear")
-_LIMIT = 60.0  # seconds without an outcome, then it hangs
+_START, _LIMIT = 600.0, 60.0  # seconds until a process is ready; and without an outcome, then it hangs
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def run_cases(module: str, cases: Sequence[Case]) -> Iterator[Outcome]:
         child.start()
         theirs.close()
         try:
+            if ours.poll(_START):
+                ours.recv()
             while left:
                 ours.send(left[0])
                 outcome = ours.recv() if ours.poll(_LIMIT) else Outcome("hang", f"no word for {_LIMIT:.0f} s")
@@ -67,6 +69,7 @@ def run_cases(module: str, cases: Sequence[Case]) -> Iterator[Outcome]:
 
 def _serve(module: str, pipe: Connection) -> None:
     laboratory = import_module(module).Laboratory()
+    pipe.send("ready")
     while True:
         try:
             case = pipe.recv()
