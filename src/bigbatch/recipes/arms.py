@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bigbatch.errors import ConfigurationError
 from bigbatch.memory.meter import LiveBytes
 from bigbatch.planner.plan_report import aligned
 from bigbatch.recipes.experiment import RECIPES, Arm, Recipe, Task
@@ -98,8 +97,6 @@ def compare(
     """Run the recipe with seeds 0 to `seeds` - 1; `on_epoch` is told of every epoch."""
     epochs = recipe.epochs if epochs is None else epochs
     clip_norm = recipe.clip_norm if clip_norm is None else clip_norm
-    if seeds < 1 or epochs < 1:
-        raise ConfigurationError("seeds and epochs are at least 1.", found=f"seeds={seeds}, epochs={epochs}")
     runs: dict[str, list[Run]] = {arm.name: [] for arm in recipe.arms()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models this small gain nothing from more, which on a busy machine cost ten times as much
