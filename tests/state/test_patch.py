@@ -1,11 +1,15 @@
 """Functions of torch that are ours for a while: in any order, from any thread, whatever interrupts."""
 
 import itertools
-from types import SimpleNamespace
+import linecache
+import sys
+from contextlib import suppress
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bigbatch.state import patch
 from bigbatch.state.patch import Swap, swapped
 
 
@@ -59,3 +63,38 @@ def test_what_others_have_put_there_is_the_plain_one() -> None:
     assert module.name is theirs
     with swapped(own):
         assert module.name is made  # what a compiler has made of it serves again
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
+    """Entering, inside and leaving."""
+    module = place()
+    plain, swaps = module.name, (swap(module, "a"), swap(module, "b"))
+    for line in range(400):
+        at = [0]
+
+        def trace(frame: FrameType, event: str, argument: Any, at: list[int] = at, line: int = line) -> Any:
+            del argument
+            if frame.f_code.co_filename != patch.__file__:
+                return None
+            # Python itself lets none come between the end of a `with` and the call of its exit.
+            if event == "line" and not linecache.getline(patch.__file__, frame.f_lineno).lstrip().startswith("with "):
+                at[0] += 1
+                if at[0] == line + 1:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                with swapped(*swaps):
+                    assert module.name() == "baplain"
+            finally:
+                sys.settrace(before)
+        assert module.name is plain, line
+        if at[0] <= line:
+            break
+    assert 20 < line < 399
+    with swapped(*swaps):
+        assert module.name() == "baplain"
+    assert module.name is plain

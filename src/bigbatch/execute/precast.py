@@ -55,12 +55,12 @@ class CastWeights:
         self._own = frozenset(number for number, p in self._parameters.items() if _qualifies(p))
         self._fresh.clear()  # the optimizer has stepped since
         for swap in self._swaps:
-            swap.enter()
+            swap.enter(self)
 
     def __exit__(self, *_: object) -> None:
         """Leave everything as it was; the copies stay for the next window."""
         for swap in self._swaps:
-            swap.leave()
+            swap.leave(self)
         self._own = frozenset()
 
     def _upon_linear(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:

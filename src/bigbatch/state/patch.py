@@ -12,11 +12,13 @@ _places: "dict[tuple[int, str], tuple[_Function, list[Swap]]]" = {}  # what is t
 
 @contextmanager
 def swapped(*swaps: "Swap") -> Iterator[None]:
-    """Want all of these inside."""
+    """Want all of these inside. An interrupt, wherever it comes, leaves none of them behind."""
+    who = object()
     with ExitStack() as stack:
         for swap in swaps:
-            swap.enter()
-            stack.callback(swap.leave)
+            stack.callback(swap.leave, who)
+            stack.callback(swap.leave, who)  # once more: an interrupt may have kept the first from it
+            swap.enter(who)
         yield
 
 
@@ -29,30 +31,35 @@ class Swap:
     def __init__(self, module: Any, name: str, make: Callable[[_Function], _Function]) -> None:
         """Change nothing yet; `make` gives the new function, of the plain one."""
         self._module, self._name, self._make = module, name, make
-        self._users = 0
+        self._users = list[object]()
         self.plain: _Function = getattr(module, name)
-        self._made: tuple[_Function, _Function] | None = None  # of a plain one, once: compilers know what was made
+        self._made: tuple[_Function, _Function] | None = (
+            None  # a plain one, and what was made of it, once: compilers know it
+        )
 
-    def enter(self) -> None:
+    def enter(self, who: object = None) -> None:
         """Want it."""
-        self._settle(1)
-
-    def leave(self) -> None:
-        """Want it no more."""
-        self._settle(-1)
-
-    def _settle(self, users: int) -> None:
         with _lock:
-            self._users += users
-            place = (id(self._module), self._name)
-            function, layers = _places.setdefault(place, (getattr(self._module, self._name), []))
-            if (self in layers) != bool(self._users):
-                (layers.append if self._users else layers.remove)(self)
-            for layer in layers:
-                function = layer._upon(function)  # noqa: SLF001 - of this class
-            setattr(self._module, self._name, function)
-            if not layers:
-                del _places[place]
+            self._users.append(who)
+            self._settle()
+
+    def leave(self, who: object = None) -> None:
+        """Want it no more."""
+        with _lock:
+            if who in self._users:
+                self._users.remove(who)
+            self._settle()
+
+    def _settle(self) -> None:
+        place = (id(self._module), self._name)
+        function, layers = _places.setdefault(place, (getattr(self._module, self._name), []))
+        if (self in layers) != bool(self._users):
+            (layers.append if self._users else layers.remove)(self)
+        for layer in layers:
+            function = layer._upon(function)  # noqa: SLF001 - of this class
+        setattr(self._module, self._name, function)
+        if not layers:
+            del _places[place]
 
     def _upon(self, plain: _Function) -> _Function:
         self.plain = plain
