@@ -159,13 +159,10 @@ def _loss_not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
 def _loss_scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
     written = [each for each in event.loss.divisions if loop.is_of_steps(each)]
-    # Whether the framework divides, too, is known; or the name of the number says so.
-    accumulates = event.via == "accelerator" and loop.has_framework and event.divides is not False
-    framework = [each for each in written if event.divides or (accumulates and announces_steps(each.text))]
     rescaled = loop.of("rescale", around=True)
-    if framework:
+    if written and event.divides:
         name = _NAMES.get(event.via, "the framework")
-        yield framework[0].node, f"{name} divides by the number of steps as well: divided twice"
+        yield written[0].node, f"{name} divides by the number of steps as well: divided twice"
     elif written and loop.shape == "accumulating":
         if len(written) > 1:
             yield written[1].node, f"the loss is divided by {loop.steps_text} a second time"
