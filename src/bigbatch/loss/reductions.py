@@ -52,6 +52,9 @@ def read_reduction(edge: Edge, trail: Trail) -> Reduced | list[tuple[Edge, tuple
             pass  # of one number: itself
         elif name in {"Mean", "Sum"}:
             chain.reduce(node, name)
+        elif name == "Dot":
+            chain.sum_products(node)
+            break
         elif name in LINEAR:
             rule = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
@@ -98,6 +101,13 @@ class _Chain:
         self.counts.append(math.prod(sizes[dim] for dim in saved_dims(node, len(sizes))))
         if name == "Mean":
             self.means.append(node)
+
+    def sum_products(self, dot: Node) -> None:
+        """Pass a dot product, the sum of a pointwise product."""
+        size = max(math.prod(size_of(edge)) for edge in edges(dot) if edge[0] is not None)
+        self.layout = (((size, Axis(len(self.kinds), 0)),),)
+        self.kinds.append("Sum")
+        self.counts.append(size)
 
     def read(self, edge: Edge, trail: Trail) -> Reduced:
         """Walk on below and say what the samples' own reduction was over."""

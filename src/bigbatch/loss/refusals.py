@@ -128,7 +128,7 @@ def nonlinear(name: str) -> LossError:
         counts = ("torch.nanmean(x)", "(~x.isnan()).sum()"), ("torch.nansum(x)", "'sum'")
         problem = f"{_OVER} NansumBackward keeps no count of what is not NaN."
         return _refused(UnreadableLoss, problem, "{}\nor  {}", *counts)
-    if name in {"Mm", "Bmm", "Mv", "Dot", "Vdot"}:
+    if name in {"Mm", "Bmm", "Mv", "Vdot"}:
         problem = (
             f"cannot tell what this loss was summed over: found {name}Backward, which makes one number of a batch."
         )
