@@ -223,7 +223,7 @@ def test_host_memory_serves_again_and_what_follows_a_norm_is_made_again() -> Non
             held.append(held_after(step))
         assert len(set(held)) == 1
         stored[name] = held[0]
-    assert 0 < stored["relu"] < 0.8 * stored["gelu"]
+    assert 0 < stored["relu"] <= 0.5 * stored["gelu"]  # 0.67 if ReLU stored its result
 
 
 @pytest.mark.parametrize("rows", [2, 64])
