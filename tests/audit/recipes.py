@@ -532,6 +532,7 @@ def products() -> Iterator[Row]:
         ("Dot", "of shifted vectors", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 1, 1].flip(0)), MIXED),
         ("Pdist", "rows", lambda x, b, m: F.pdist(x[:, 0]), MIXED),
         ("Tril", "weight", lambda x, b, m: x[:, 0] @ m.square.tril(), APART),
+        ("Triu", "weight", lambda x, b, m: x[:, 0] @ m.square.triu(), APART),
         ("LinalgMatrixExp", "weight", lambda x, b, m: x[:, 0] @ torch.linalg.matrix_exp(m.square * 0.1), APART),
         ("WeightNormInterface", "weight", lambda x, b, m: F.linear(x, torch._weight_norm(m.square, m.p[:, None], 0)), APART),
     ]  # fmt: skip

@@ -69,7 +69,6 @@ REFUSED = {
     "steps against the next row's, beside others": case(lambda m, b: (one_by_one(m(b["x"]), times_the_next) * m(b["x"].sin())).mean(), sequences),
     "one row beside all": case(lambda m, b: (m(b["x"]).unbind(0)[0] * m(b["x"].sin())).mean()),
     "one sample without a batch dimension": case(lambda m, b: F.cross_entropy(m(b["x"][0]), b["label"][0])),
-    "a dot product": case(lambda m, b: torch.dot(m(b["x"])[:, 0], b["scalar"])),
     "a slip hidden by a cat": case(lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()),
     "a slip hidden by a cat of steps": case(lambda m, b: torch.cat([m(b["x"])[:, 0, :1] - b["reference"][:, 0], m(b["x"]).flatten(1)], 1).mean(), sequences),
     "slope of a cross-entropy": case(lambda m, b: slope(m, b, lambda y, b: F.cross_entropy(y, b["label"]))),
