@@ -116,7 +116,7 @@ VISION = [
     segmentation_loss("dice", "DiceLoss"),
     segmentation_loss("jaccard", "JaccardLoss"),
     segmentation_loss("tversky", "TverskyLoss", refused(LossError, "across")),
-    segmentation_loss("lovasz", "LovaszLoss", refused(LossError, "(a * b).sum()")),  # a dot product; written so it is coupled
+    segmentation_loss("lovasz", "LovaszLoss", refused(LossError, "across")),
     segmentation_loss("lovasz-per-image", "LovaszLoss", EXACT, binary=True, per_image=True, accumulator=refused(LossError, "count")),
     segmentation_loss("focal", "FocalLoss", EXACT, binary=True),
     segmentation_loss("focal-multiclass", "FocalLoss", EXACT),
