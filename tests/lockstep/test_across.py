@@ -1,6 +1,7 @@
 """`across`, as users have it: alone, in an `Accumulator` and in the examples.
 
-The losses of examples/coupled are their own reference, called plainly on a whole batch.
+The losses of examples/coupled are their own reference, called plainly on a whole batch. That each is the textbook's
+loss is tested beside it, in formulas that hold all pairs at once.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from tests.support.coupled import (
     plain,
     twins,
 )
-from tests.support.reference import sgd, trained
+from tests.support.reference import TOLERANCE, close, distance, sgd, trained
 from tests.support.samples import CLASSES, Batch, rows, seeded
 
 # Alone, and in an `Accumulator`.
@@ -209,6 +210,102 @@ def test_the_program_of_an_example_runs(name: str, capsys: pytest.CaptureFixture
     losses = [float(line.split()[1]) for line in lines]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+# Each is the textbook's loss.
+
+
+def clip_in_full(model: Any, batch: Any) -> Tensor:
+    """Both directions of the whole matrix (Radford et al. 2021, figure 3)."""
+    images, texts, scale = model(*batch)
+    logits = scale * images @ texts.T
+    labels = torch.arange(len(images))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def supcon_in_full(model: Any, batch: Any) -> Tensor:
+    """Equation 2 of Khosla et al., anchor by anchor."""
+    views, labels = batch
+    z = F.normalize(model(views.flatten(0, 1)), dim=1)
+    labels = labels.repeat_interleave(2)
+    anchors: list[Tensor] = []
+    for i in range(len(z)):
+        others = [a for a in range(len(z)) if a != i]
+        denominator = torch.stack([(z[i] @ z[a] / supcon.TEMPERATURE).exp() for a in others]).sum()
+        positives = [z[a] for a in others if labels[a] == labels[i]]
+        likely = torch.stack([(z[i] @ p / supcon.TEMPERATURE).exp() / denominator for p in positives])
+        anchors.append(-likely.log().sum() / len(positives))
+    return torch.stack(anchors).mean()
+
+
+def info_nce_in_full(model: Any, batch: Any) -> Tensor:
+    """The likelihood of each question's own answer among all passages."""
+    questions, answers, distractors = (
+        F.normalize(model(batch[each]), dim=1) for each in ("questions", "answers", "distractors")
+    )
+    likely = (questions @ torch.cat([answers, distractors]).T / info_nce.TEMPERATURE).exp()
+    return -(likely.diagonal() / likely.sum(1)).log().mean()
+
+
+def barlow_twins_in_full(model: Any, batch: Any) -> Tensor:
+    """The authors' own code: a BatchNorm without weights, then a matrix product."""
+    norm = nn.BatchNorm1d(8, affine=False, dtype=torch.float64)
+    c = norm(model(batch[0])).T @ norm(model(batch[1])) / len(batch[0])
+    off = c[~torch.eye(len(c), dtype=torch.bool)].pow(2).sum()
+    return (c.diagonal() - 1).pow(2).sum() + barlow_twins.OFF_DIAGONAL * off
+
+
+def vicreg_in_full(model: Any, batch: Any) -> Tensor:
+    """The authors' own code."""
+    x, y = model(batch[0]), model(batch[1])
+    invariance = F.mse_loss(x, y)
+    x, y = x - x.mean(0), y - y.mean(0)
+    spread = sum(F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2 for z in (x, y))
+    covariances = [z.T @ z / (len(z) - 1) for z in (x, y)]
+    redundancy = sum(c[~torch.eye(len(c), dtype=torch.bool)].pow(2).sum() / len(c) for c in covariances)
+    return 25 * invariance + 25 * spread + redundancy
+
+
+def moe_in_full(model: Any, batch: Any) -> Tensor:
+    """Equations 4 to 6 of Fedus et al. over all tokens in one row."""
+    scores, _ = model(batch["tokens"], batch["mask"])
+    likes = model.mixture.router(model.first(batch["tokens"]))[batch["mask"]].softmax(-1)
+    chosen = likes.argmax(-1)
+    terms = [(chosen == expert).double().mean() * likes[:, expert].mean() for expert in range(moe.EXPERTS)]
+    return F.cross_entropy(scores, batch["labels"]) + 0.01 * moe.EXPERTS * torch.stack(terms).sum()
+
+
+def dice_in_full(model: Any, batch: Any) -> Tensor:
+    """Class by class."""
+    found, labels = model(batch[0]).softmax(1), batch[1]
+    scores = [
+        (2 * found[:, c][labels == c].sum() + 1) / (found[:, c].sum() + (labels == c).sum() + 1)
+        for c in range(dice.CLASSES)
+    ]
+    return 1 - torch.stack(scores).mean()
+
+
+TEXTBOOK: dict[str, LossFunction] = {
+    "clip": clip_in_full,
+    "supcon": supcon_in_full,
+    "info_nce": info_nce_in_full,
+    "barlow_twins": barlow_twins_in_full,
+    "vicreg": vicreg_in_full,
+    "moe": moe_in_full,
+    "dice": dice_in_full,
+    "correlation": lambda m, b: 1 - torch.corrcoef(torch.stack([m(b[0]).squeeze(1), b[1]]))[0, 1],
+    "rmse": lambda m, b: (m(b[0]) - b[1]).pow(2).mean().sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_outside_a_window_an_example_is_the_textbook_s_loss(name: str) -> None:
+    """Value and gradient."""
+    model, batch = network(name), batch_of(name, 10)
+    found, true = EXAMPLES[name].loss_fn(model, batch), TEXTBOOK[name](model, batch)
+    assert close(float(found.detach()), float(true.detach()), TOLERANCE)
+    ours, theirs = (torch.autograd.grad(loss, trained(model)) for loss in (found, true))
+    assert distance(ours, theirs) <= TOLERANCE * 10
 
 
 def test_packed_sequences_meet_in_any_order() -> None:

@@ -39,12 +39,13 @@ class Adapted(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("shift", torch.zeros(4))
         self.which, self.factor = 0, 1.0
+        self.options: dict[str, Any] = {"which": 0}
         self.condition: Any = None
         self.aside: Any = None
 
     def forward(self, x: Tensor, given: Any = None) -> Any:
         """(n, 4) → (n, 3)."""
-        hidden = torch.tanh(self.one(x) + (x + self.shift) @ self.up[self.which])
+        hidden = torch.tanh(self.one(x) + (x + self.shift) @ self.up[self.which + self.options["which"]])
         condition = self.condition if given is None else given.pop("condition")
         out = self.two(hidden) * self.factor
         out = out if condition is None else out + torch.tanh(self.gate) * condition
@@ -278,6 +279,7 @@ RECOMPUTED: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "an attribute": (Adapted, around(lambda model: model, "which", 1), r"Adapted\.which was changed"),
+    "what is in a dict": (Adapted, around(lambda model: model.options, "which", 1), r"options\.which was changed"),
     "a mode": (Adapted, by_a_mode, r"Adapted\.training was changed"),
     "a hook": (Adapted, by_steering_hook, "was changed between"),
     "frozen parameters": (Adapted, by_frozen_parameters, r"one\.weight was changed"),

@@ -2,7 +2,7 @@
 
 Buffers that a run moves (a spectral norm's vector, a running center) are put back for the second run. What runs write
 otherwise is theirs. All else must stay: what `loss_fn` sets for one call, as an adapter or a condition, is refused.
-Attributes are compared by identity, one level deep.
+Attributes, and what plain dicts among them hold, are compared by identity.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from bigbatch.errors import ConfigurationError, LossError
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)  # of a module
 _SIMPLE = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+_MANY = 256  # of what a dict holds: one with more is a vocabulary
 _NOTHING = object()
 _OR_KEEP = 'Options(activations="keep"), or "offload"'
 
@@ -39,8 +40,14 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         """Take note, before a first run."""
         modules = list(model.modules())
-        self._names = [type(module).__name__ for module in modules for _ in ("itself", *_TABLES)]
-        self._tables = [each for m in modules for each in (vars(m), *(vars(m)[name] for name in _TABLES))]
+        named = [(type(m).__name__, each) for m in modules for each in (vars(m), *(vars(m)[name] for name in _TABLES))]
+        named += [
+            (f"{type(module).__name__}.{key}", value)
+            for module in modules
+            for key, value in vars(module).items()
+            if key not in _TABLES and type(value) is dict and len(value) <= _MANY
+        ]
+        self._names, self._tables = [name for name, _ in named], [table for _, table in named]
         self._contents = [table.copy() for table in self._tables]
         self._written: set[tuple[int, Any]] = set()  # by a run itself: the number of a table, and a key in it
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
