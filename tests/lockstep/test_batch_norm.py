@@ -161,6 +161,17 @@ def test_a_derivative_inside_of_a_loss(check: bool) -> None:
         assert_refused(net, loss, rows(7, 0), 3, LossError, told, check=check)
 
 
+def test_a_loss_of_zero_beside_means_is_refused() -> None:
+    """As one after the other: nothing tells how many samples it leaves out."""
+    batch = rows(7, 0)
+    first = batch["x"][0, 0].item()
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        return plain(m, b)[0] * (0 if b["x"][0, 0] == first else 1)
+
+    assert_refused(net, loss_fn, batch, 3, LossError, "0 times something", check=False)
+
+
 # Checkpoints and random numbers.
 
 

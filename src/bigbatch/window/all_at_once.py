@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from bigbatch.loss import refusals
 from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term, TotalOfSum, finite
 from bigbatch.window.same_loss import keep_factors, keep_names, names_of
-from bigbatch.window.tally import Ledger, Weights, over_data
+from bigbatch.window.tally import Ledger, Weights, is_whole, over_data
 
 OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
 
@@ -19,6 +20,8 @@ OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
 def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None = None) -> list[Weights]:
     """Return the weights of all micro-batches; `of_all` makes the totals of all ranks, where there are others."""
     if not all(every):  # a loss of zero adds nothing
+        if any(is_whole(over_data(terms)) for terms in every):
+            raise refusals.zero_beside_mean()
         some = iter(weigh_together(ledger, [terms for terms in every if terms], of_all))
         keep_factors(ledger.factors, [], zero=True)
         return [next(some) if terms else Weights() for terms in every]

@@ -101,7 +101,7 @@ class Ledger:
         data = over_data(terms)
         zero = self.zeros or not terms
         keep_factors(self.factors, data, zero=zero)
-        if zero and (self.whole or _is_whole(data)):
+        if zero and (self.whole or is_whole(data)):
             raise refusals.zero_beside_mean()
         first = not self.names and not self.kind  # of those that have any terms
         if self.totals is not None and terms:
@@ -185,7 +185,7 @@ class Ledger:
         value, data = _value(loss), over_data(terms)
         for count in [term.count for term in terms if term.divisor is not None]:
             self._keep_ratio(count.isfinite() if isinstance(count, Tensor) else None)
-        self.whole = self.whole or _is_whole(data)
+        self.whole = self.whole or is_whole(data)
         self.names = self.names or names_of(terms)
         if self.factors is None and data:
             self.factors = [term.factors for term in data]
@@ -357,7 +357,8 @@ def over_data(terms: list[Term]) -> list[Term]:
     return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
 
 
-def _is_whole(data: list[Term]) -> bool:
+def is_whole(data: list[Term]) -> bool:
+    """Whether some term is a mean over all samples: one that is zero in another micro-batch would count there, too."""
     return any(term.kind == "mean" and not term.chosen for term in data)
 
 
