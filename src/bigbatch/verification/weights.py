@@ -87,7 +87,7 @@ def mistakes(runner: Runner, taken: Fit, right: Fit, *, has_alone: bool = False)
         yield cause("wrong-count", "", text, count=count or "count")
     if has_alone and not out:
         times, once = (math.fsum(used) + taken.alone) / scale, math.fsum(should) + right.alone
-        text = f"a term that no sample is in is added {round(times, 3):g} times per window, instead of {once:.3g}"
+        text = f"a term that no sample is in is added {round(times, 3) + 0.0:g} times per window, instead of {once:.3g}"
         if not near(times, once, 1e-3):
             yield cause("wrong-count", "a term of parameters alone", text, count="count")
 
