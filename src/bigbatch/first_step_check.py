@@ -262,9 +262,9 @@ _BLIND = (
 )
 _CAUSES = (
     "Common causes: attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
-    "advantages, class weights of the batch, a threshold); padding that the loss counts; a term for each sample; a "
-    "divisor that is no count; a tensor that all samples share and that has as many rows as there are samples; a state "
-    "that moves in every call."
+    "advantages, class weights of the batch, a threshold); padding that the loss counts; a term for each "
+    "sample (return counted(loss, n) for n samples); a divisor that is no count; a tensor that all samples share "
+    "and that has as many rows as there are samples; a state that moves in every call."
 )
 _IN_LOCKSTEP = (
     "Common causes: rows of own samples begin at across.offset(); what is made of across.gather must be the same in "
