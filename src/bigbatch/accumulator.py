@@ -401,9 +401,9 @@ class Accumulator:
         self.discard()
         if saved is None:
             return
-        window = Window(self._stepper, steps, self._gradient_dtype)
+        window = self._window = Window(self._stepper, steps, self._gradient_dtype)
         window.load_state_dict(saved)
-        self._window, self._resumed, self._steps = window, True, steps
+        self._resumed, self._steps = True, steps
         self._forgotten.ledger = window.ledger
         self._forgotten.told()  # it can be loaded again
 

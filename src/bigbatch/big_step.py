@@ -1,6 +1,7 @@
 """A big batch comes in, an update comes out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -374,12 +375,14 @@ class BigStep:
                 written = before.buffers.written(self._together.statistics) if looks else []
                 update = self._closed(window, stepping=stepping)
         except BaseException as error:
-            if is_out_of_memory(error):
-                let_go(error, told=True)  # what restores takes memory, too
-            if window is not None:
-                window.discard()
-            if not self._stepper.began:
-                before.restore()
+            with ExitStack() as undone:  # from the last to the first, whatever fails in another
+                if not self._stepper.began:
+                    undone.callback(before.restore)
+                if window is not None:
+                    undone.callback(window.discard)
+                    undone.callback(window.discard)  # an interrupt may end the other at its first line
+                if is_out_of_memory(error):
+                    let_go(error, told=True)  # what restores takes memory, too
             raise
         return _Done(replace(update, extras=together), before.buffers, division.padding, written)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from bigbatch.errors import StateError, UnreadableLoss, WindowOpen
+from bigbatch.errors import StateError, UnreadableLoss, WindowBroken, WindowOpen
+from bigbatch.window.gradients import Gradients
 from tests.support.reference import big_batches
 from tests.support.resumed import TRAININGS, first_half, second_half
 from tests.support.samples import mlp
@@ -91,6 +92,25 @@ def test_a_state_is_a_copy_that_may_be_flushed_or_discarded() -> None:
     assert update is not None
     assert update.micro_batches == 2
     assert float(update.loss) == pytest.approx(big_batches(MASKED, BATCHES[:2], 2).losses[0], rel=1e-6)
+
+
+def test_a_window_that_could_not_be_loaded_is_not_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for want of memory: nothing goes on as if there had been no window, until it is loaded or discarded."""
+    training, saved = Training(steps=3), stopped().accumulator.state_dict()
+
+    def failing(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gradients, "restore", failing)
+        with pytest.raises(MemoryError):
+            training.accumulator.load_state_dict(saved)
+    training.assert_untouched()
+    with pytest.raises(WindowBroken, match="could not be loaded"):
+        training.accumulator.flush()
+    training.accumulator.load_state_dict(saved)
+    training.backward(BATCHES[2])
+    training.assert_big_batches(BATCHES[:3])
 
 
 def test_a_loaded_window_can_be_left_open_again() -> None:

@@ -20,6 +20,8 @@ SELDOM = [
     ("BigStep", "across, offload", "call lockstep.thread_state:wait_when_woken #2, retry", "cuBLAS"),
     ("BigStep", "across, offload", "call lockstep.threads:_Seat.run #2, retry", "RuntimeError"),
     ("BigStep", "several counts", "call window.gradients:Gradients.release #1, retry", "RuntimeError"),
+    ("BigStep", "several counts", "call window.window:Window.discard #1, flush", "RuntimeError"),
+    ("BigStep", "several counts", "call state.oom:is_out_of_memory #1, flush", "MemoryError"),
 ]
 
 

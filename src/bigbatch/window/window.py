@@ -481,15 +481,18 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a window was saved that `refuse_unfit` has let pass; nothing is left where that fails."""
+        """Go on where a window was saved that `refuse_unfit` has let pass; where that fails, nothing goes on."""
+        self.state = BROKEN
         try:
             self.ledger.load_state_dict(state)
             self.gradients.restore(state["gradients"])
             residual = state["residual"]
             self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
-        except BaseException:
+        except BaseException as error:
+            self._failure = error, f"the window that was saved could not be loaded: {type(error).__name__}."
             self.gradients.release()
             raise
+        self.state = OPEN
         self.ledger.precise, self.ledger.first_count = bool(state["double"]), None
         self._shown = True  # or never: its first gradient has others added to it by now
 
