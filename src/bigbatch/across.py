@@ -94,7 +94,8 @@ def once(term: Tensor) -> Tensor:
         raise LossError("across.once takes a 0-d tensor, a term of the loss.", found=f"shape {tuple(term.shape)}")
     if worker is None:
         return counted(refuse_alone(term, "once"), "once")
-    worker.round.marked[worker.number].append(term.detach())  # compared when all micro-batches have a loss
+    marked = worker.round.marked[worker.number]
+    marked.append((_called_from(), term.detach()))  # compared when all micro-batches have a loss
     return counted(term, "once")
 
 

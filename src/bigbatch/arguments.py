@@ -151,7 +151,7 @@ scaler = accepting("scaler", "a torch.amp.GradScaler", lambda found: found is No
 
 def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """Accept schedulers that step without an argument."""
-    if scheduler is None or scheduler == []:
+    if scheduler is None or scheduler in ([], ()):
         return ()
     kind = "a torch.optim.lr_scheduler.LRScheduler"
     found: tuple[LRScheduler, ...] = _one_or_several("scheduler", scheduler, LRScheduler, kind)

@@ -369,7 +369,7 @@ def selections() -> Iterator[Row]:
         ("Unbind", "steps", lambda x, b, m: torch.stack([part * (i + 1) for i, part in enumerate(x.unbind(1))], 1), APART),
         ("Unbind", "rows, one by one, rolled against themselves", lambda x, b, m: _against_rolled(torch.stack([row.softmax(-1) for row in x.unbind(0)])), MIXED),
         ("Slice", "the first row against all, beside a dimension of one", lambda x, b, m: (y := x.reshape(len(x), 1, -1)) * y[:1].sin(), MIXED),
-        ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), CLOSED),
+        ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
         ("Select", "first step", lambda x, b, m: x[:, 0], APART),
         ("Select", "last step against all", lambda x, b, m: x * x[:, -1, None], APART),
         ("Select", "last row against all", lambda x, b, m: x * x[-1], MIXED),

@@ -163,6 +163,7 @@ COMMON: dict[str, Program] = {
     "break": left_by_break,
     "an accumulator that others have not": made_on_one,
     "mean or sum": lambda rank: train(rank, Ddp(model()), mean if rank else summed),
+    "zero on one rank": lambda rank: train(rank, Ddp(model()), lambda *each: mean(*each) * (1 - rank)),
     "other factors": lambda rank: train(rank, Ddp(model()), lambda *each: mean(*each) * (2 + rank)),
     "other terms": lambda rank: train(
         rank, Ddp(model()), lambda net, b: (F.l1_loss if rank else F.mse_loss)(net(b[0]), b[0][:, :4])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, across
+from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.batch.tree import mapped
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from examples.coupled import barlow_twins, clip, correlation, dice, info_nce, moe, rmse, supcon, vicreg
@@ -400,3 +400,21 @@ def test_what_a_graph_shows_is_refused_without_a_check(check: bool) -> None:
     assert_refused(encoder, own_pairs, rows(11, 0), 4, CoupledLoss, check=check)
     own = lambda m, b: across.once(F.mse_loss(m(b["x"]), b["value"]))  # noqa: E731
     assert_refused(encoder, own, rows(11, 0), 4, LossError, check=check)
+
+
+def test_another_term_that_is_marked_later_is_compared_as_well() -> None:
+    """Where one was seen to be the same in every micro-batch, the one in its place is another by its line."""
+    model, later = encoder(), False
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        out = m(b["x"])
+        shared = across.once(across.gather(out).mean(0).square().sum()) if not later else 0.0
+        own = across.once(out.mean(0).square().sum()) if later else 0.0
+        return F.mse_loss(out, b["value"]) + shared + own
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=4, options=Options(check=False))
+    for number in range(2):
+        step(rows(11, number))
+    later = True
+    with pytest.raises(LossError, match=r"across\.once marks a term"):
+        step(rows(11, 2))

@@ -221,7 +221,7 @@ def test_without_the_check_the_line_to_type_is_named() -> None:
 
 
 def test_graphs_of_one_kind_that_were_read_both_ways_settle_nothing() -> None:
-    """A mean over 3 samples and one over 5 features look alike: what 5 divides for 5 samples cannot be told."""
+    """A mean over 3 samples, and then one over 5 features: the number may be a count that was 3 by chance, and 5 now."""
     model = nn.Linear(CLASSES, 5).double()
     reader = Reader(Surroundings(own=frozenset(map(id, model.parameters()))))
 
@@ -229,6 +229,7 @@ def test_graphs_of_one_kind_that_were_read_both_ways_settle_nothing() -> None:
         (term,) = reader.read(model(torch.ones(samples, CLASSES, dtype=torch.float64)).square().sum() / divisor)
         return term.kind
 
-    assert (read(3, 3), read(3, 5)) == ("mean", "sum")
-    with pytest.raises(UnreadableLoss, match="may be a count"):
-        read(5, 5)
+    assert read(3, 3) == "mean"
+    for samples in (3, 5):
+        with pytest.raises(UnreadableLoss, match="may be a count"):
+            read(samples, 5)

@@ -8,11 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch import Accumulator, errors
-from tests.support.reference import distance, sgd, weights
-from tests.support.samples import Batch
+from tests.support.reference import TOLERANCE, distance, sgd, weights
+from tests.support.samples import Batch, mlp, rows
 from tests.support.training import PLAIN, Training, micro_batches
 
 BATCHES = micro_batches((4, 4, 4), PLAIN)
+
+
+def test_samples_one_by_one_without_a_batch_dimension() -> None:
+    """`for x, y in dataset`: each loss is that of one sample."""
+    model, true = (mlp()() for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator, batch = Accumulator(model, optimizer, steps=5), rows(5, 0)
+    for x, label in zip(batch["x"], batch["label"], strict=True):
+        accumulator.backward(F.cross_entropy(model(x), label))
+    F.cross_entropy(true(batch["x"]), batch["label"]).backward()
+    torch.optim.SGD(true.parameters(), lr=0.1).step()
+    assert distance(weights(model), weights(true)) <= TOLERANCE
 
 
 def begun(steps: int = 2) -> Training:

@@ -620,7 +620,15 @@ MODELS = [
 ]  # fmt: skip
 
 
+HALVES = [  # of sums: the sizes may be those of features, and either divisor may be the count
+    Loss("half-mse-sum-over-len", mlp(1), rows, lambda m, b: F.mse_loss(m(b["x"])[:, 0], b["scalar"], reduction="sum") / len(b["x"]) / 2),
+    Loss("half-ce-sum-over-len", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / len(b["x"]) / 2),
+    Loss("dot-over-len", mlp(1), rows, lambda m, b: torch.dot(m(b["x"])[:, 0], b["scalar"]) / len(b["x"])),
+    Loss("heads-of-a-stack", mlp(), rows, lambda m, b: torch.stack([F.cross_entropy(p, b["label"]) for p in torch.stack([m(b["x"]), m(b["x2"])])]).sum()),
+]  # fmt: skip
+
 READABLE: list[Loss] = [
+    *HALVES,
     *cross_entropies(),
     *torch_losses(),
     *PREFERENCES,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from bigbatch.loss.count import LOW_PRECISION, RATIO_TOLERANCE, Count
+from bigbatch.loss.refusals import zero_beside_mean
 
 KINDS = ("", "mean", "sum", "known")  # of the terms over data
 Words = Mapping[
@@ -82,6 +83,8 @@ def agree(numbers: Sequence[Any], exchange: Callable[[str], list[Any]], ranks: S
             fix="a micro-batch on every rank; or weight_decay= of the optimizer in the term's place",
         )
     kind = next((row.kind for row in rows if row.kind), "")
+    if kind not in {"", "sum"} and any(row.micro_batches and not row.kind for row in rows):
+        raise zero_beside_mean()
     return Statement(
         kind=kind,
         total=sum(row.total for row in rows) if kind == "mean" else 0.0,

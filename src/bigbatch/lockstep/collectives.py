@@ -76,7 +76,8 @@ def refuse_unlike(round_: Round) -> None:
 
     A value of 0 says nothing yet: what is cut off below says more later.
     """
-    for place, terms in enumerate(zip(*round_.marked.values(), strict=False)):
+    for number, marked in enumerate(zip(*round_.marked.values(), strict=False)):
+        place, terms = (number, marked[0][0]), [term for _, term in marked]  # the line that marks it, and its turn
         if place in round_.same_terms or len(terms) == 1:
             continue
         values = [float(term) for term in terms]

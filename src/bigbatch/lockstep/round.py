@@ -54,7 +54,7 @@ class Round:
     mode: Literal["train", "resting", "probe"] = "train"
     norms: Norms | None = None  # None: BatchNorm normalizes by the micro-batch
     moved_statistics: set[int] = field(default_factory=set)  # ids of buffers that norms have moved together
-    same_terms: set[int] = field(default_factory=set)  # places of marked terms that were the same in every micro-batch
+    same_terms: set[tuple[int, str]] = field(default_factory=set)  # marked terms that were once seen to be the same
     constants: Constants = field(default_factory=Constants)
     ranks: Ranks | None = None
     all_samples: int = 0  # of all ranks
@@ -63,7 +63,7 @@ class Round:
     offload: Offload | None = None
     free_workspaces: Callable[[], None] | None = None  # called where a worker begins to wait
     shared: list[tuple[Tensor, str]] = field(default_factory=list)  # values of all micro-batches, and who made them
-    marked: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # by `across.once`
+    marked: defaultdict[int, list[tuple[str, Tensor]]] = field(default_factory=lambda: defaultdict(list))  # by `once`
     is_backward: bool = False  # whether all forwards are over
     is_recomputing: bool = False  # whether a model runs that keeps its inputs alone, and cannot wait inside
 

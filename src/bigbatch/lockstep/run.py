@@ -55,7 +55,7 @@ class Together:
         self._crew, self._constants = Crew(), Constants()
         self._windows = 0  # that went well
         self._recomputed = False  # whether the latest window was
-        self._same_terms: set[int] = set()  # places of marked terms that were the same in every micro-batch
+        self._same_terms: set[tuple[int, str]] = set()  # see `Round`
         self.statistics: set[int] = set()  # ids of buffers that norms have moved together, once per window
         self._offload: Offload | None = None
 

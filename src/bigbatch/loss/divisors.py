@@ -90,7 +90,7 @@ def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> 
     every = dict.fromkeys(factors)
     shared = [factor for factor in every if _is_shared(factor)]
     trail.weights.extend((factor, "other") for factor in shared)  # to be looked at again
-    read = {factor: _read(factor, sizes, trail) for factor in every if factor not in shared}
+    read = {factor: _read(factor, at, sizes, trail) for at, factor in enumerate(every) if factor not in shared}
     counting, count = next(((each, n) for each, n in reversed(read.items()) if isinstance(n, float)), (None, None))
     doubts = [(factor, each) for factor, each in read.items() if isinstance(each, LossError)]
     if doubts:
@@ -105,34 +105,48 @@ def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> 
     return Divided(count, numbers(each for each in read if each is not counting))
 
 
-def _read(factor: Node, sizes: Sizes | None, trail: Trail) -> float | LossError | None:
-    """Return the number by which a factor takes a mean over samples, None for a constant; or why it cannot be told."""
+def _read(factor: Node, at: int, sizes: Sizes | None, trail: Trail) -> float | LossError | None:
+    """Return the number by which a factor takes a mean over samples, None for a constant; or why it cannot be told.
+
+    `at`: its place among the factors of the sum.
+    """
     name = operation(factor)
     number = float(saved(factor, "alpha")) if name in {"Add", "Sub"} else python_number(factor, "other")
     if number == 0.0 or (number is None and _is_learned(factor)):
         return None
     if number is None or sizes is None:
         return refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
-    divides, divisor = name == "Div", abs(number) if name == "Div" else 1 / abs(number)
-    means, likely = sizes.meanings(divisor, whole=divides and _is_whole(factor))
-    # As in all graphs of this kind that could be read in one way only; where those differ, it cannot be told.
-    seen: set[bool] = trail.precedents.setdefault(trail.kind(name), set())
-    if len(means) == 1:
-        seen |= means
-    elif means and seen:
-        means = seen
-    elif means:
-        is_habit = not divides and divisor in _HABITS
-        if is_habit or likely or trail.known.divisors:
-            means = {not is_habit}
-        if likely and not trail.known.divisors:
-            by, what = "divided by" if divides else "times", "a constant" if is_habit else "a mean over samples"
-            warnings.warn(_LIKELY.format(by, number, what), stacklevel=outside())
-    elif not (divides and divisor == round(divisor)):  # a whole number may be a count of something else
-        means = {False}
+    means = _meanings(factor, number, at, sizes, trail)
     if len(means) != 1:
         return refusals.scaled_sum(name, f"the number {number:g}")
-    return float(round(divisor)) if True in means else None
+    return float(round(_divisor_of(name, number))) if True in means else None
+
+
+def _divisor_of(name: str, number: float) -> float:
+    return abs(number) if name == "Div" else 1 / abs(number)
+
+
+def _meanings(factor: Node, number: float, at: int, sizes: Sizes, trail: Trail) -> set[bool]:
+    """Tell whether a number takes a mean over samples (True) or is a constant, after the sizes, and others before."""
+    name = operation(factor)
+    divides, divisor = name == "Div", _divisor_of(name, number)
+    means, likely = sizes.meanings(divisor, whole=divides and _is_whole(factor))
+    if divides and divisor == 1 and means == {False} and not trail.known.divisors:
+        means = {True, False}  # one feature, or one that was counted: `/ max(1, int(mask.sum()))`
+    # As in all graphs of this kind that could be read in one way only; where those differ, it cannot be told.
+    seen: set[bool] = trail.precedents.setdefault(trail.kind(name, at), set())
+    if len(means) == 1:
+        seen |= means
+    if means and seen:
+        return seen
+    is_habit = not divides and divisor in _HABITS
+    if means and likely and not trail.known.divisors:
+        what = "a constant" if is_habit else "a mean over samples"
+        warnings.warn(_LIKELY.format("divided by" if divides else "times", number, what), stacklevel=outside())
+    if means and (is_habit or likely or trail.known.divisors):
+        return {not is_habit}
+    # A whole number that divides, and is no size, may be a count of something else.
+    return means or (set() if divides and divisor == round(divisor) else {False})
 
 
 def _is_whole(division: Node) -> bool:

@@ -5,7 +5,7 @@ together and cut them apart, so a dimension is a row of parts, outermost first, 
 
     Axis     it reaches the reduction with its positions apart: samples may lie along it
     SHARED   an even share of it came this way (`rewards[:n]` and `rewards[n:]`): samples lie behind it
-    UNBOUND  each position went a way of its own (`for step in output`, inside of an LSTM): samples must lie behind it
+    UNBOUND  each position went a way of its own (`for row in output`): samples may lie along it, if all came this way
     PICKED   one position was chosen and the others left out (`hidden[:, 0]`): samples must not lie along it
     "Mm"     the operation of that name mixed its positions: samples must not lie along it
 """

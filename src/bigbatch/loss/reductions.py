@@ -53,7 +53,7 @@ def read_reduction(edge: Edge, trail: Trail) -> Reduced | list[tuple[Edge, tuple
         elif name in {"Mean", "Sum"}:
             chain.reduce(node, name)
         elif name == "Dot":
-            chain.sum_products(node)
+            chain.dot(node)
             break
         elif name in LINEAR:
             rule = rule_of(name)
@@ -91,6 +91,7 @@ class _Chain:
     kinds: list[str] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     means: list[Node] = field(default_factory=list)
+    below: list[Edge] = field(default_factory=list)
 
     def reduce(self, node: Node, name: str) -> None:
         """Pass a mean or a sum: the dimensions it took away come back as axes."""
@@ -102,21 +103,29 @@ class _Chain:
         if name == "Mean":
             self.means.append(node)
 
-    def sum_products(self, dot: Node) -> None:
-        """Pass a dot product, the sum of a pointwise product."""
-        size = max(math.prod(size_of(edge)) for edge in edges(dot) if edge[0] is not None)
+    def dot(self, node: Node) -> None:
+        """Pass a dot product: the sum of a pointwise product."""
+        self.below = list(edges(node))
+        (size,) = next(size_of(edge) for edge in self.below if edge[0] is not None)
         self.layout = (((size, Axis(len(self.kinds), 0)),),)
         self.kinds.append("Sum")
         self.counts.append(size)
 
     def read(self, edge: Edge, trail: Trail) -> Reduced:
         """Walk on below and say what the samples' own reduction was over."""
-        if 0 in self.counts:  # over nothing, and nothing to look at
+        samples = Samples(trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
+        if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
             is_mean = "Mean" in self.kinds
             nothing = Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum")
             return Reduced(nothing, empty=True)
-        samples = Samples(trail)
-        samples.walk(edge, self.layout)
+        for below in self.below or [edge]:
+            if below[0] is None:
+                samples.gradless = True
+            else:
+                samples.walk(below, self.layout)
+        return self._over(samples, edge)
+
+    def _over(self, samples: Samples, edge: Edge) -> Reduced:
         if samples.shared and not samples.data:
             return Reduced(once(self.kinds[0]))  # the same in every micro-batch
         if samples.data:
@@ -124,13 +133,13 @@ class _Chain:
         level = self._level(samples)
         if len(self.kinds) > 1 and not samples.trail.is_as_before("level", level):
             raise refusals.lone_rows()  # in a micro-batch of one, another dimension of 1 was taken for the samples'
-        name = self.kinds[level]
+        name, parts = self.kinds[level], self.below or [edge]
         if not samples.data and not samples.gradless:
             return Reduced(once(name))
         doubtful, chosen = samples.doubtful, samples.taken
         if name == "Mean":
             return Reduced(Term(None, "mean", float(self.counts[level]), name, doubtful=doubtful, chosen=chosen))
-        if is_made_of(Origin.PARAMETERS, edge, samples.trail):
+        if all(is_made_of(Origin.PARAMETERS, part, samples.trail) for part in parts):
             return Reduced(once(name))
         if not samples.data:
             raise refusals.data_or_constant(name)
@@ -138,9 +147,11 @@ class _Chain:
             raise refusals.scaled_sum("Mean", "a number")
         sizes = _sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
         term = Term(None, "sum", 1.0, name, doubtful=doubtful, chosen=chosen)
-        return Reduced(term, tuple(factors_below(edge)), sizes)
+        return Reduced(term, tuple(factors_below(edge)), sizes, empty=0 in self.counts)
 
     def _level(self, samples: Samples) -> int:
+        if samples.one_by_one and len(self.kinds) > 1:
+            raise refusals.lone_rows()
         if samples.axes:
             first, seen = samples.axes[0], {axis.reduction for axis in samples.axes}
             if first.lone and any(n == 1 and level not in seen for level, n in enumerate(self.counts)):
@@ -149,13 +160,11 @@ class _Chain:
         return next((tag.reduction for dim in self.layout for _, tag in dim if isinstance(tag, Axis)), 0)
 
     def _rows(self, edge: Edge) -> frozenset[float]:
-        """Give what divides a product with a log-softmax to a mean: rows, as kl_div's batchmean does, or positions."""
-        node, sizes = edge[0], size_of(edge)
-        while node is not None and operation(node) in {"Neg", "Mul", "Sub"}:
-            node = next((below for below, _ in edges(node) if below is not None), None)
-        if node is None or operation(node) != "LogSoftmax" or len(self.kinds) > 1 or not sizes[1:]:
+        """Give what divides a sum over classes to a mean: rows, as kl_div's batchmean does, or positions."""
+        if len(self.kinds) > 1 or not _is_of_classes(edge):
             return frozenset()
-        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))})
+        sizes = size_of(edge)
+        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else {1.0})
 
 
 def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
@@ -169,16 +178,29 @@ def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> S
     return Sizes(ways, samples.trail.known.time_first and not samples.placed, rows)
 
 
+def _is_of_classes(edge: Edge) -> bool:
+    """Tell a product with a log-softmax: cross-entropy with class probabilities, and kl_div."""
+    node = edge[0]
+    while node is not None and operation(node) in {"Neg", "Mul", "Sub"}:
+        node = next((below for below, _ in edges(node) if below is not None), None)
+    return node is not None and operation(node) == "LogSoftmax" and shape(node) != (1,)
+
+
+def _is_one_distribution(edge: Edge) -> bool:
+    """Tell cross-entropy with class probabilities of a single sample, without a batch dimension."""
+    return len(size_of(edge)) == 1 and _is_of_classes(edge)
+
+
 def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
     sizes = next(size_of(edge) for edge in edges(node) if edge[0] is not None)
     how, nll, rows = saved(node, "reduction"), name in NLL, name in ROW_LOSSES
     axes: list[Dim] = [((size, Axis(0, dim)),) for dim, size in enumerate(sizes)]
-    classes = [1 if len(sizes) > 1 else 0] if nll else range(len(sizes) > 1, len(sizes)) if rows else []
+    classes = [1 if len(sizes) > 1 else 0] if nll else range(1, len(sizes)) if rows else []
     for dim in classes:
         axes[dim] = ((sizes[dim], name),)
     count = targets(node) if nll and how == MEAN else 1.0
-    samples = Samples(trail)
+    samples = Samples(trail, unbatched=(nll or rows) and len(sizes) == 1)
     for edge in edges(node) if 0 not in sizes else ():
         if edge[0] is not None and size_of(edge) == sizes:
             samples.walk(edge, tuple(axes))
@@ -189,12 +211,13 @@ def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     if samples.data:
         samples.refuse_spread()
     if how == SUM:
+        ones = frozenset({1.0} if samples.unbatched else ())
         parts = [part for dim in axes for part in dim]
         term = Term(None, "sum", 1.0, name, chosen=samples.taken)
-        return Reduced(term, sizes=_sizes_of(samples, parts, frozenset()), empty=0 in sizes)
+        return Reduced(term, sizes=_sizes_of(samples, parts, ones), empty=0 in sizes)
     size = float(math.prod(size for dim, size in enumerate(sizes) if dim not in classes))
     if not nll:
-        return Reduced(Term(None, "mean", size, name, chosen=samples.taken))
+        return Reduced(Term(None, "mean", 1.0 if samples.unbatched else size, name, chosen=samples.taken))
     return Reduced(Term(None, "mean", count, name, source=node, about=size, chosen=samples.taken))
 
 

@@ -20,7 +20,7 @@ _WORDS = {
     **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm"), "BatchNorm in training mode"),
     **dict.fromkeys(("Slice", "Cat"), "rows shifted against each other"),
     **dict.fromkeys(("Index", "IndexSelect", "Gather"), "rows taken by index and put beside other rows"),
-    "Unbind": "rows of a batch taken one by one; halves by chunk(2)",
+    "Unbind": "rows of a batch taken one by one, not all of them or with others; halves by chunk(2)",
 }
 
 

@@ -123,16 +123,10 @@ mixes("ConstantPadNd", lambda node, sizes: [d for d, size in enumerate(sizes) if
 mixes("Renorm", lambda node, sizes: {*range(len(sizes))} - {saved_dim(node, "dim", len(sizes))})
 
 
-@known("Pdist Vdot")
+@known("Pdist Dot Vdot")
 def everything(node: Node, _output: int, _layout: Layout) -> Inputs:
     """Each element comes from all elements."""
     return [(edge, mixed(size_of(edge), operation(node))) for edge in edges(node)]
-
-
-@known("Dot")
-def dot(node: Node, output: int, layout: Layout) -> Inputs:
-    """A sum of products: as a term of the loss it has the layout of its rows; below another operation it has none."""
-    return [(edge, layout) for edge in edges(node)] if layout else everything(node, output, layout)
 
 
 def _unless_reduced(names: Iterable[str], rule: Rule) -> Rule:

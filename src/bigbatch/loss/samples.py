@@ -7,6 +7,7 @@ side by side; otherwise the loss is coupled and no weights make micro-batches ad
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
@@ -16,11 +17,20 @@ from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim,
 from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.origin import Origin, Trail, by_number, is_made_of, saved_factor
 from bigbatch.loss.rules import MASKED_POINTWISE, MATMULS, NORMS, Inputs, Rule
-from bigbatch.loss.selections import PUTS, TAKES, copy_slices, put_back, rule_of
+from bigbatch.loss.selections import PUTS, TAKES, Place, copy_slices, put_back, rows_put_back, rule_of
 
 _HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 _RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
+
+
+class _Spread(NamedTuple):
+    """A dimension of a result that an operand without gradient may have made, or lies along."""
+
+    name: str
+    dim: Dim
+    beside: Layout  # the dimensions that the operand has, where they are known
+    direct: bool  # the operands with gradient were repeated along it
 
 
 @dataclass
@@ -29,9 +39,7 @@ class _Broadcasts:
 
     _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
     _repeated: list[Part] = field(default_factory=list)  # axes along which an operand with gradient was repeated
-    # Of an operand without gradient: the operation, a dimension of its result that it may have made or lies along, the
-    # dimensions that it has, where they are known, and whether the operands with gradient were repeated along that one.
-    _spread: list[tuple[str, Dim, Layout, bool]] = field(default_factory=list)
+    _spread: list[_Spread] = field(default_factory=list)
 
     def note(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
         """Take note of what was broadcast, and along which dimensions operands without gradient lie."""
@@ -47,7 +55,7 @@ class _Broadcasts:
         known = _dims_beside(node, name, sizes)
         beside = tuple(layout[dim] for dim in known or ())
         places = range(len(sizes)) if known is None else known
-        self._spread.extend((name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
+        self._spread.extend(_Spread(name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
 
     def hold(self, parts: tuple[Part, ...]) -> None:
         """Take note of an output's dimensions."""
@@ -106,6 +114,7 @@ class Samples:
     """What the walk below one reduction found."""
 
     trail: Trail
+    unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
     data: bool = False  # the model's output was met
     gradless: bool = False  # a tensor without gradient was met: data, or a constant
@@ -115,12 +124,16 @@ class Samples:
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
     batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
     placed: bool = False  # a recurrent layer has told where they lie
-    _steps: list[Axis | None] = field(default_factory=list)  # the samples of outputs whose steps were unbound
+    one_by_one: bool = False  # samples came in a stack that is not followed to their rows
+    _stacked: bool = False  # a stack was met
+    _steps: list[Axis | None] = field(default_factory=list)  # the samples of outputs whose positions were unbound
     _first: set[Axis] = field(default_factory=set)  # those of the others
     _product: str = "Expand"  # what may have set samples against each other
+    _crossed: bool = False  # one with several results of an unbind in one row
+    _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
     _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
-    _seen: set[tuple[Node, int, Layout]] = field(default_factory=set)
+    _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     @property
     def doubtful(self) -> bool:
@@ -139,7 +152,7 @@ class Samples:
             (node, output), layout = stack.pop()
             if node is None or (node, output, layout) in self._seen:
                 continue
-            self._seen.add((node, output, layout))
+            self._seen[node, output, layout] = None
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
@@ -188,14 +201,27 @@ class Samples:
 
     def _operation(self, node: Node, name: str, output: int, layout: Layout, rule: Rule) -> Inputs:
         """An operation on the way, which has no weights."""
-        inputs = (
-            copy_slices(node, output, layout, self._written) if name == "CopySlices" else rule(node, output, layout)
-        )
+        written = rule is copy_slices
+        inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
+        if name == "Stack":
+            (unbinds, crossed), rows = rows_put_back(node), layout[saved_dim(node, "dim", len(layout))]
+            self._stacked, self._crossed = True, self._crossed or crossed
+            for unbind in unbinds:
+                if not _same_rows(self._rows.setdefault(unbind, rows), rows):  # rows that met others on one way
+                    self._rows[unbind] = ((graph.results(unbind), name),)
+                    inputs = [*inputs, *(self._unbound(each, below) for each, _, below in self._seen if each is unbind)]
+        elif node in self._rows:
+            inputs = [self._unbound(node, layout)]
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is rules.pointwise or (rule is rules.fused_loss and saved(node, "reduction") == rules.NONE):
             self.note(node, name, shape(node, output), layout)
         return inputs
+
+    def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
+        """Give the layout before an unbind whose results were stacked again."""
+        dim = saved_dim(node, "dim", len(layout) + 1)
+        return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
@@ -224,8 +250,8 @@ class Samples:
             return beside
         if matrix:
             for place, which in ((0, data), (1, weight)):
-                if inputs[which][0][0] is None and self._is_frozen(node, name, place, layout):
-                    self._model(layout, tuple(range(len(layout))))
+                if inputs[which][0][0] is None and not self._is_batched(node, name, place, layout):
+                    self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
         self._product = name
         if inputs[data][0][0] is None:
@@ -263,22 +289,24 @@ class Samples:
             return []
         return [inputs[which] for which in own_side]
 
-    def _is_frozen(self, node: Node, name: str, place: int, layout: Layout) -> bool:
-        """Tell whether a factor without gradient is a frozen weight; else it is one matrix per sample, or refused.
-
-        One per sample leaves them apart, if samples lie along the dimensions of the batched product.
-        """
-        which = saved_factor(name, place)
-        tensor = saved_tensor(node, which)
-        if tensor is not None and self.trail.known.is_weight(tensor):
-            self.trail.weights.append((node, which))
-            return True
-        if not layout[:-2] or tensor is None or tensor.stride(0) == 0:
-            raise refusals.gradless_factor(name)
+    def _is_batched(self, node: Node, name: str, place: int, layout: Layout) -> bool:
+        """Whether a factor without gradient is one matrix per sample: then each meets its own, if samples lie there."""
+        tensor = saved_tensor(node, saved_factor(name, place))
+        if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.trail.known.is_weight(tensor):
+            return False
         self.gradless = self.trail.passing = True
         apart = (part for dim in without_slivers(layout[:-2]) for part in dim)
         self.batched.append((name, tuple(tag for _, tag in apart if isinstance(tag, Axis))))
-        return False
+        return True
+
+    def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
+        """A frozen weight or batch data? Only the first leaves the rows apart."""
+        which = saved_factor(name, place)
+        tensor = saved_tensor(node, which)
+        if tensor is None or not self.trail.known.is_weight(tensor):
+            raise refusals.gradless_factor(name)
+        self.trail.weights.append((node, which))
+        self._model(layout, tuple(range(len(layout))))
 
     def _model(
         self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False
@@ -290,11 +318,10 @@ class Samples:
             return
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
+            if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
+                return
             raise _refusal(found, chosen=bool(self.chosen))
-        every = (part for dim in dims for part in layout[dim])
-        if UNBOUND is next(
-            (tag for size, tag in every if isinstance(tag, Axis) or (tag is UNBOUND and size > 1)), None
-        ):
+        if any(tag is UNBOUND for _, tag in layout[dims[0]][:1]):
             self._steps.append(found[0] if found else None)
         else:
             self._first.update(found[:1])
@@ -345,19 +372,22 @@ class Samples:
             self.trail.precedents[key] = True
         return key in self.trail.precedents
 
-    def _written(self, fits: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+    def _written(self, fits: list[Place]) -> Place | None:
         """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
         key = self.trail.kind("written")
+        number = {sum(1 << dim for dim in dims): dims for dims in fits}
         if len(fits) == 1:
-            self.trail.precedents[key] = fits[0]
-        place = self.trail.precedents.get(key)
-        return place if place in fits else None
+            self.trail.precedents[key] = next(iter(number))
+        return number.get(self.trail.precedents.get(key, 0))
 
     def refuse_spread(self) -> None:
         """Raise where an operation may have set samples against others, which have no gradient."""
-        # What was unbound are steps, as inside of an LSTM, where some other output has the samples behind them first.
+        # Where another output has the same samples outermost, what was unbound are steps, as inside of an LSTM.
         if not all(axis and any(axis.matches(first) for first in self._first) for axis in self._steps):
-            raise refusals.coupled("Unbind")
+            if self._crossed:
+                raise refusals.coupled("Unbind")
+            self.one_by_one = self._stacked
+            self.trail.unbound.update(node for node, _, _ in self._seen if operation(node) == "Unbind")
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
@@ -371,6 +401,10 @@ def _refusal(name: str, *, chosen: bool) -> LossError:
         return refusals.gradless_factor("LinalgSolveTriangular")
     pooled = name in PUTS or name == "ScatterReduce"
     return refusals.pooled(name) if pooled else refusals.coupled(name, chosen=chosen)
+
+
+def _same_rows(one: Dim, other: Dim) -> bool:
+    return one == other or all(matches(a, b) for _, a in one for _, b in other)
 
 
 def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:

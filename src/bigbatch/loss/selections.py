@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.loss import graph, refusals
-from bigbatch.loss.graph import Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
+from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
 from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
 from bigbatch.loss.rules import MATMULS, PURE_POINTWISE, RULES, Inputs, Rule, along, known, of_one, pointwise
 
-Dims: TypeAlias = tuple[int, ...]
+Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
+_OPERATIONS_ON_A_ROW = 64
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
 TAKES = frozenset("Index IndexSelect Gather".split())
@@ -70,7 +71,7 @@ def _split(node: Node, layout: Layout, sizes: Shape) -> Layout:
 
 @of_one("Select Unbind")
 def _select(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """One position along a dimension, or each of them by itself."""
+    """One position along a dimension; of an unbind, all of them should go somewhere."""
     dim = saved_dim(node, "dim", len(sizes))
     tag = PICKED if operation(node) == "Select" else UNBOUND
     return (*layout[:dim], ((sizes[dim], tag),), *layout[dim:])
@@ -264,11 +265,11 @@ def put_back(layout: Layout, node: Node | None) -> Layout:
 
 @known("CopySlices")
 def copy_slices(
-    node: Node, _output: int, layout: Layout, place: Callable[[list[Dims]], Dims | None] = lambda _: None
+    node: Node, _output: int, layout: Layout, place: Callable[[list[Place]], Place | None] | None = None
 ) -> Inputs:
     """A part written over, `out[t] = x`: the rest stays where it is, and so do the dimensions of what was written.
 
-    The graph does not say where it was written. It is told by sizes: `place` chooses among those that fit.
+    The graph does not say where it was written. It is told by sizes, where only one place fits; or `place` chooses one.
     """
     (base, *values), name, whole = edges(node), operation(node), shape(node)
     result: Inputs = [(base, layout)] if base[0] is not None else []
@@ -280,7 +281,7 @@ def copy_slices(
         fits = [dims for dims in every if sizes == tuple(whole[dim] for dim in dims)] or [
             dims for dims in every if all(n <= whole[dim] for n, dim in zip(sizes, dims, strict=True))
         ]
-        dims = place(fits)
+        dims = place(fits) if place is not None else fits[0] if len(fits) == 1 else None
         if dims is None:
             raise refusals.written(name)
         found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, dims, strict=True)]
@@ -331,3 +332,29 @@ def _stack(node: Node, _output: int, layout: Layout) -> Inputs:
     """Stacking: the new dimension goes."""
     dim = saved_dim(node, "dim", len(layout))
     return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
+
+
+def rows_put_back(stack: Node) -> tuple[set[Node], bool]:
+    """Find the unbinds whose results a stack puts back in order; and tell whether it has several results in one row."""
+    reached = [_unbinds(edge) for edge in edges(stack)]
+    every = {unbind: [each.get(unbind, set[int]()) for each in reached] for each in reached for unbind in each}
+    in_order = {
+        unbind
+        for unbind, places in every.items()
+        if graph.results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
+    }
+    return in_order, any(len(found) > 1 for places in every.values() for found in places)
+
+
+def _unbinds(edge: Edge) -> dict[Node, set[int]]:
+    found, seen, stack = dict[Node, set[int]](), set[Edge](), [edge]
+    while stack and len(seen) < _OPERATIONS_ON_A_ROW:
+        node, place = stack.pop()
+        if node is None or (node, place) in seen:
+            continue
+        seen.add((node, place))
+        if operation(node) == "Unbind":
+            found.setdefault(node, set()).add(place)
+        else:
+            stack.extend(edges(node))
+    return found

@@ -52,6 +52,10 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
         for number, term in enumerate(terms, 1):
             term.name = _ZERO if term.name == _ZERO else f"{term.name} ({number} of {len(terms)})"
         terms = [term for term in terms if term.name != _ZERO]
+    for unbind in trail.unbound:
+        used = {number for other in trail.nodes for below, number in edges(other) if below is unbind}
+        if len(used) < graph.results(unbind):
+            raise refusals.coupled("Unbind")
     for term in terms if len(terms) > 1 else ():
         users = sum(below is term.node for other in trail.nodes for below, _ in edges(other))
         term.shared = term.node is not None and users > 1
