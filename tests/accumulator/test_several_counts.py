@@ -2,21 +2,40 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import counted
-from bigbatch.errors import SeveralCounts
+from bigbatch import BigStep, counted
+from bigbatch.errors import LossError, SeveralCounts
 from tests.support.losses import SEVERAL, kept
 from tests.support.reference import accumulated, assert_equal, big_batches
-from tests.support.samples import Batch, Loss, mlp, sequences
+from tests.support.samples import Batch, Loss, mlp, rows, sequences
 from tests.support.training import Training
 
 SPLIT = (4, 1, 2, 5, 3)
 TWO_COUNTS = SEVERAL[0]  # a mean over the tokens that count, and one over all
 BATCHES = TWO_COUNTS.micro_batches(SPLIT)
+
+
+def test_nothing_under_a_learned_factor_is_refused() -> None:
+    """The factor's gradient is the value of its term, which is 0 / 0: no weight makes it 0. Nothing is stepped."""
+    model = mlp()()
+    scale = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+
+    def loss_fn(found: Any, batch: Any) -> Tensor:
+        out = found(batch["x"])
+        return F.cross_entropy(out, batch["partly"]) * (-scale[0]).exp() + scale[0] + F.mse_loss(out, batch["value"])
+
+    batch = rows(6, 0)
+    batch["partly"][:3] = -100
+    with pytest.raises(LossError, match="0 / 0 in its gradient"):
+        BigStep(model, optimizer, loss_fn, micro_batch_size=3)(batch)
+    assert scale.item() == 0.0
 
 
 def counting(steps: int, case: Loss = TWO_COUNTS) -> Training:

@@ -231,6 +231,8 @@ class Ledger:
         if weights.of_value is not None:
             self.loss = self.loss + _weighed(value, weights.of_value)
             return
+        if isinstance(value, float) and not math.isfinite(value):  # perhaps 0 / 0, times a learned factor
+            self.nothings = self.nothings + float(any(term.kind == "mean" and term.count == 0.0 for term in terms))
         of = dict(weights.each)
         rest, rest_weight, unknown = value, weights.whole, 0
         for term in terms:
