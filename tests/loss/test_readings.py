@@ -79,3 +79,22 @@ def test_losses_are_read_as_if_for_the_first_time(names: list[str]) -> None:
 def test_every_loss_is_read_beside_its_neighbours() -> None:
     """By name, those that look most alike follow one another."""
     assert_read_as_ever(sorted(POOL))
+
+
+@pytest.mark.parametrize("glued", [False, True])
+def test_a_loss_of_one_sample_without_a_reduction_counts_one_again(*, glued: bool) -> None:
+    """`cross_entropy(..., reduction="none")` saves no count, so its remembered reading must not look for one."""
+    model, batch = mlp()(), join(BATCHES)
+    x, y = batch["x"], batch["label"]
+
+    def loss(at: int) -> Tensor:
+        value = torch.nn.functional.cross_entropy(model(x[at : at + 1]), y[at : at + 1], reduction="none")
+        return torch.cat([value]).mean() if glued else value.squeeze()
+
+    true = torch.autograd.grad(torch.stack([loss(at) for at in range(len(x))]).mean(), trained(model))
+    accumulator = Accumulator(model, torch.optim.SGD(trained(model), lr=0.0), steps=len(x))
+    seen: list[Tensor] = []
+    accumulator.before_step(lambda: seen.extend(p.grad.clone() for p in trained(model) if p.grad is not None))
+    for at in range(len(x)):
+        accumulator.backward(loss(at))
+    assert distance(seen, true) <= 1e-12

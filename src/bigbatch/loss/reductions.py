@@ -218,7 +218,8 @@ def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     size = float(math.prod(size for dim, size in enumerate(sizes) if dim not in classes))
     if not nll:
         return Reduced(Term(None, "mean", 1.0 if samples.unbatched else size, name, chosen=samples.taken))
-    return Reduced(Term(None, "mean", count, name, source=node, about=size, chosen=samples.taken))
+    source = node if how == MEAN else None  # of one value without a reduction nothing is saved
+    return Reduced(Term(None, "mean", count, name, source=source, about=size, chosen=samples.taken))
 
 
 def targets(node: Node) -> Count:
