@@ -453,7 +453,7 @@ class Accumulator:
         loop.last = True
         after = no_loop()  # made now: an error after the last update would not tell of it
         self.flush()
-        while self._team.joins_windows and (loop.promised or self._team.others_go_on):
+        while not (self._team.is_alone or self._team.sharded) and (loop.promised or self._team.others_go_on):
             loop.last = True
             self._close_without_batches()
         if self._loop is loop:  # another one may have begun since

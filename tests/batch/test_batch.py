@@ -39,7 +39,7 @@ def test_the_micro_batches_are_the_batch(structure: Structure, n: int, size: int
     batch = rows(n, seed)
     wrapped = structure.wrap(batch)
     division = Division.even(Batch.of(wrapped), size)
-    parts = [structure.unwrap(part) for part in division.micro_batches()]
+    parts = [structure.unwrap(part) for part in map(division.micro_batch, range(len(division)))]
     assert [len(part["x"]) for part in parts] == balanced(n, size) == list(division.sizes)
     for name, leaf in batch.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), leaf)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.distributed.ranks import naming_lost_ranks
-from bigbatch.distributed.replicas import Replicas
+from bigbatch.distributed.reduction import Replicas
 from bigbatch.errors import RankFailed
 from tests.support.rank_loops import (
     OPTIMIZERS,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, BigStep, Options, Update
-from bigbatch.distributed import replicas
+from bigbatch.distributed import reduction
 from tests.support.rank_loops import (
     LOSSES,
     OPTIMIZERS,
@@ -104,7 +104,7 @@ def trained(rank: int, case: Case) -> Any:
     """Train on one rank."""
     wrap = MODELS.get(case.kind) or WRAPPERS[case.kind.partition(",")[0]]
     network = wrap(model())
-    with patch.object(replicas, "_BUCKET", 64):  # some gradients are larger, and sent from where they are
+    with patch.object(reduction, "_BUCKET", 64):  # some gradients are larger, and sent from where they are
         run = big_steps if case.way == "big_steps" else accumulated
         updates = run(network, batches_of(rank, case.sizes), case)
     return weights(network), [told(each) for each in updates if each is not None]

@@ -11,7 +11,7 @@ from torch import nn
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory import budget as budget_module
 from bigbatch.memory.budget import budget, host_available, human, resident, room
-from bigbatch.memory.probe import Stage
+from bigbatch.memory.meter import Stage
 from tests.support.messages import approve
 
 GIB = 1 << 30

@@ -119,7 +119,7 @@ def test_a_budget_that_failed_is_never_exceeded() -> None:
     """Not by what was found before, nor by what is found for longer samples."""
     device = Attention()
     assert device.tokens([16] * 800) > 100
-    device.sizes.learn_tokens(100)
+    device.sizes.learn(None, 100)
     probes = len(device.probed)
     assert device.tokens([16] * 800) == 100
     assert len(device.probed) == probes

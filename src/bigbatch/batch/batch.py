@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bigbatch.batch.tree import apart, children, is_array, is_plain_list, leaves, mapped, own, versions_of
+from bigbatch.batch.tree import apart, children, is_array, is_plain_list, leaves, mapped, own
 from bigbatch.errors import BatchError
 
 Indices: TypeAlias = slice | Sequence[int]
@@ -52,9 +52,18 @@ class Batch:
         cls, whole: Any, *, collate: Callable[[list[Any]], Any] | None = None, shared: frozenset[str] = frozenset()
     ) -> "Batch":
         """Find the samples of a batch; `shared` are paths of leaves that are known to have none."""
+        found = [leaf for _, leaf in leaves(whole) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = tuple((tensor, tensor._version) for tensor in found)  # noqa: SLF001 - torch's own counter
         if collate is not None:
-            _refuse_no_list(whole)
-            return cls(whole, len(whole), collate=collate, versions=versions_of(whole))
+            if isinstance(whole, Tensor | Mapping | str) or not isinstance(whole, Sequence):
+                raise BatchError(
+                    "Options(collate=...) makes micro-batches of a list of samples.",
+                    found=_kind(whole),
+                    fix="DataLoader(data, batch_size=4096, collate_fn=list), or leave collate out for collated batches",
+                )
+            if not whole:
+                raise _empty()
+            return cls(whole, len(whole), collate=collate, versions=versions)
         _refuse_samples(whole)
         _refuse_columns(whole)
         lengths = {path: length for path, leaf in leaves(whole) if (length := _length(leaf)) is not None}
@@ -69,15 +78,13 @@ class Batch:
         size = _agreed({path: length for path, length in lengths.items() if path not in shared}, whole)
         lengths.update({path: len(leaf) for path, leaf in leaves(whole) if is_plain_list(leaf)})
         sampled = frozenset(path for path, length in lengths.items() if length == size and path not in shared)
-        return cls(whole, size, sampled, versions=versions_of(whole))
+        return cls(whole, size, sampled, versions=versions)
 
     @property
     def shared(self) -> frozenset[str]:
         """The tensors and lists that go into every micro-batch whole."""
-        if self.collate is not None:
-            return frozenset()
-        found = frozenset(path for path, leaf in leaves(self.whole) if isinstance(leaf, Tensor) or is_plain_list(leaf))
-        return found - self.sampled
+        every = leaves(self.whole) if self.collate is None else ()
+        return frozenset(path for path, leaf in every if isinstance(leaf, Tensor) or is_plain_list(leaf)) - self.sampled
 
     def take(self, indices: Indices) -> Any:
         """Return a micro-batch: these samples, in this order, in the structure of the batch."""
@@ -108,12 +115,10 @@ class Batch:
 
     def signature(self) -> SampleShape:
         """Return the shape of one sample."""
-        if self.collate is not None:
-            return SampleShape()
         return SampleShape(
             tuple(
                 (path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape[1:]))
-                for path, leaf in leaves(self.whole)
+                for path, leaf in (leaves(self.whole) if self.collate is None else ())
                 if path in self.sampled and isinstance(leaf, Tensor)
             )
         )
@@ -121,8 +126,7 @@ class Batch:
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     """Bring indices to a device without waiting for it."""
-    found = torch.tensor(numbers, pin_memory=device.type == "cuda")
-    return found.to(device, non_blocking=True)
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _taken(leaf: Any, indices: Indices) -> Any:
@@ -160,31 +164,20 @@ def _agreed(lengths: dict[str, int], whole: Any) -> int:
     return size
 
 
-def _refuse_no_list(whole: Any) -> None:
-    """Raise where `collate` is given and the batch is no list of samples."""
-    if isinstance(whole, Tensor | Mapping | str) or not isinstance(whole, Sequence):
-        raise BatchError(
-            "Options(collate=...) makes micro-batches of a list of samples.",
-            found=_kind(whole),
-            fix="DataLoader(data, batch_size=4096, collate_fn=list), or leave collate out for collated batches",
-        )
-    if not whole:
-        raise _empty()
-
-
 def _refuse_samples(whole: Any) -> None:
     """Raise for a list of samples, each with a number of its own such as a label: it is no collated batch."""
-    if not isinstance(whole, list) or len(whole) < 2:  # noqa: PLR2004 - one sample looks like anything
-        return
-    if all(children(sample) is not None and any(_is_number(leaf) for _, leaf in leaves(sample)) for sample in whole):
+    is_several = isinstance(whole, list) and len(whole) > 1  # one sample looks like anything
+    if is_several and all(
+        children(sample) is not None
+        and any(
+            isinstance(leaf, int | float) or (isinstance(leaf, Tensor) and not leaf.dim()) for _, leaf in leaves(sample)
+        )
+        for sample in whole
+    ):
         raise BatchError(
             f"This batch is a list of {len(whole)} samples, not a batch of them.",
             fix="BigStep(..., options=Options(collate=torch.utils.data.default_collate))",
         )
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, int | float) or (isinstance(leaf, Tensor) and not leaf.dim())
 
 
 def _refuse_columns(whole: Any) -> None:

@@ -97,14 +97,11 @@ def lengths_of(batch: Batch, given: Lengths) -> list[int]:
     found: Any = _mask_lengths(batch, given) if isinstance(given, str) else given(batch.whole)
     try:
         lengths = [int(number) for number in (found.tolist() if isinstance(found, Tensor) else found)]
+        told = f"{len(lengths)} for {batch.size} samples, the least {min(lengths, default=0)}"
     except (TypeError, ValueError):
-        shown = " ".join(str(found).split())
-        raise BatchError("lengths should give one number per sample.", found=f"{shown:.80}") from None
+        lengths, told = [], " ".join(str(found).split())[:80]
     if len(lengths) != batch.size or min(lengths) < 0:
-        raise BatchError(
-            "lengths should give one number per sample, 0 or more.",
-            found=f"{len(lengths)} for {batch.size} samples, the least {min(lengths, default=0)}",
-        )
+        raise BatchError("lengths should give one number per sample, 0 or more.", found=told)
     return lengths
 
 

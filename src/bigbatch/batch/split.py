@@ -1,6 +1,6 @@
 """Where a big batch is cut: which samples go through the model together, and how wide; and how results are joined."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -52,10 +52,9 @@ class Division:
             packed.insert(place, packed.pop(0))
             odd = place if full > _FEW else None
         groups, longest = zip(*packed, strict=True)
-        sizes = tuple(len(group) for group in groups)
-        padded = sum(size * wide for size, wide in zip(sizes, longest, strict=True))
+        padded = sum(len(group) * wide for group, wide in packed)
         padding = Padding(real=sum(lengths), padded=padded, given=batch.size * width)
-        return cls(batch, groups, sizes, longest, width, odd, padding)
+        return cls(batch, groups, tuple(map(len, groups)), longest, width, odd, padding)
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -64,9 +63,7 @@ class Division:
     @property
     def order(self) -> list[int] | None:
         """Which sample each row of the joined micro-batches is; None where they are in order."""
-        if all(isinstance(group, slice) for group in self.groups):
-            return None
-        return [i for group in self.groups for i in self.indices(group)]
+        return None if self.longest is None else [i for group in self.groups for i in self.indices(group)]
 
     def comes_again(self, number: int) -> bool:
         """Whether other batches, too, are expected to have a micro-batch of this one's shape."""
@@ -86,10 +83,6 @@ class Division:
             return self.batch.take(group)
         # Trimmed first: less is copied. By numbers, not as a slice: models call view(-1) on what they are given.
         return trimmed(self.batch, self.width, longest).take(self.indices(group))
-
-    def micro_batches(self) -> Iterator[Any]:
-        """Yield the micro-batches one after the other, each made when it is asked for."""
-        return map(self.micro_batch, range(len(self)))
 
 
 def balanced(total: int, largest: int) -> list[int]:

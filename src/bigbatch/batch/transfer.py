@@ -21,7 +21,6 @@ class Mover:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Have nothing under way."""
         self.device = device
         self.at: int | None = None  # the number of the micro-batch that is out, while one is
         self._stream: torch.cuda.Stream | None = None
@@ -31,7 +30,8 @@ class Mover:
         """Yield each group's samples where the model is."""
         shared: dict[str, Tensor] = {}
         under_way: deque[torch.cuda.Event] = deque()
-        for number, micro_batch in enumerate(division.micro_batches()):
+        for number in range(len(division)):
+            micro_batch = division.micro_batch(number)
             self.at = number
             if len(under_way) >= _AHEAD:
                 # The host may be many replays ahead, and each has inputs of its own: let some be used first.
@@ -51,11 +51,10 @@ class Mover:
         def move(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.device == self.device:
                 return leaf
-            if path not in shared:
-                return self._copied(leaf)
-            if path not in kept:
-                kept[path] = self._copied(leaf)
-            return kept[path]
+            found = kept[path] if path in kept else self._copied(leaf)
+            if path in shared:
+                kept[path] = found
+            return found
 
         found = mapped(micro_batch, move)
         if self._stream is not None:

@@ -34,7 +34,17 @@ def mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "batch") 
     found = children(tree)
     if found is None:
         return function(path, tree)
-    return _like(tree, [mapped(child, function, path + key) for key, child in found])
+    made = [mapped(child, function, path + key) for key, child in found]
+    if isinstance(tree, Mapping):
+        return _mapping_like(tree, dict(zip(tree, made, strict=True)))
+    if _is_dataclass(tree):
+        alike = copy.copy(tree)  # not made anew: __init__ and __post_init__ may want other things
+        for field, value in zip(dataclasses.fields(tree), made, strict=True):
+            object.__setattr__(alike, field.name, value)  # frozen ones, too
+        return alike
+    if isinstance(tree, tuple):
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return made
 
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
@@ -80,12 +90,6 @@ def apart(sample: Any) -> Any:
     return mapped(sample, lambda _, leaf: own(leaf))
 
 
-def versions_of(whole: Any) -> tuple[tuple[Tensor, int], ...]:
-    """Return the tensors of a batch or of its samples, with their versions as they are now."""
-    found = [leaf for _, leaf in leaves(whole) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    return tuple((tensor, tensor._version) for tensor in found)  # noqa: SLF001 - torch's own counter
-
-
 def detached(tree: Any) -> Any:
     """Detach all tensors: what is kept for the end of the window must not keep activations."""
     return mapped(tree, lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
@@ -111,27 +115,14 @@ class _Content(pickle.Pickler):
         return bytes, (values.numpy().tobytes(),)
 
 
-def _like(tree: Any, made: list[Any]) -> Any:
-    """Return a container of the same kind with other children."""
-    if isinstance(tree, Mapping):
-        return _mapping_like(tree, dict(zip(tree, made, strict=True)))
-    if _is_dataclass(tree):
-        alike = copy.copy(tree)  # not made anew: __init__ and __post_init__ may want other things
-        for field, value in zip(dataclasses.fields(tree), made, strict=True):
-            object.__setattr__(alike, field.name, value)  # frozen ones, too
-        return alike
-    if isinstance(tree, tuple):
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return made
-
-
 def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
     """Return a mapping of the same kind with other values; a dict where it cannot be written."""
     if type(tree) is dict or not isinstance(tree, MutableMapping):
         return made
-    alike = copy.copy(tree)  # keeps what a subclass carries beside its items
-    if getattr(alike, "data", None) is not None and getattr(alike, "data", None) is getattr(tree, "data", None):
-        alike.data = dict(made)  # type: ignore[attr-defined]  # a UserDict's copy may share its items
+    alike: Any = copy.copy(tree)  # keeps what a subclass carries beside its items
+    items = getattr(tree, "data", None)
+    if items is not None and getattr(alike, "data", None) is items:
+        alike.data = dict(made)  # a UserDict's copy may share its items
     for key, value in made.items():  # a Hugging Face ModelOutput has no update
         alike[key] = value
     return alike

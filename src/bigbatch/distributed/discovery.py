@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.caller import outside
 from bigbatch.distributed.fsdp_internals import groups_of, sharded
-from bigbatch.distributed.replicas import Replicas
-from bigbatch.distributed.shards import Shards
+from bigbatch.distributed.reduction import Replicas, Shards
 from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError
 from bigbatch.loss.count import LOW_PRECISION

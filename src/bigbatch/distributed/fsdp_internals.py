@@ -35,8 +35,7 @@ def tensors_of(each: Any) -> list[Tensor]:
 
 def whole_weights(parts: Iterable[Any]) -> Iterator[Tensor]:
     """Return all whole parameters that stand in for shards, those that FSDP has freed since a forward, too."""
-    for each in parameters_of(parts):
-        yield from tensors_of(each)[1:]
+    return (whole for each in parameters_of(parts) for whole in tensors_of(each)[1:])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -75,7 +74,8 @@ def reduce_in_backward(groups: Iterable[Any], own: set[int], *, reduces: bool) -
 def reduce_left(parts: Iterable[Any]) -> None:
     """Reduce what was kept whole and not reached by the last backward: that of a model which it did not run."""
     for part in parts:
-        if any(map(_waits, parameters_of([part]))):
+        kept = [each.unsharded_accumulated_grad for each in parameters_of([part])]
+        if any(each is not None for each in (*kept, *(whole.grad for whole in whole_weights([part])))):
             # What FSDP calls at the end of a backward, for all modules of a model at once.
             part._get_fsdp_state()._root_post_backward_final_callback()  # noqa: SLF001 - no public name
 
@@ -107,11 +107,6 @@ def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]
             _set_waiting(each, gradient)
 
 
-def _waits(each: Any) -> bool:
-    """Whether a gradient of this parameter is kept whole."""
-    return each.unsharded_accumulated_grad is not None or any(p.grad is not None for p in tensors_of(each)[1:])
-
-
 def _set_waiting(each: Any, gradient: Tensor | None) -> None:
     """Set what a parameter has added up whole; from torch 2.15 on, that is the `.grad` of the whole one itself."""
     if not isinstance(getattr(type(each), "unsharded_accumulated_grad", None), property):
@@ -137,7 +132,9 @@ def within_a_replica(groups: Sequence[Any]) -> Iterator[None]:
     """Inside, a backward reduces among the ranks of a replica, and leaves the sums of replicas apart."""
     before = [(group, group.mesh_info, group.post_forward_mesh_info) for group in groups]
     for group, whole, after_forward in before:
-        group.mesh_info = _without_replicas(whole)
+        kind = next((kind for kind in type(whole).__mro__ if kind.__name__ == "FSDPMeshInfo"), type(whole))
+        group.mesh_info = object.__new__(kind)  # all that FSDP knows of the group's ranks, but for replicas
+        vars(group.mesh_info).update(vars(whole))
         if after_forward == whole:  # by which FSDP knows that weights are freed entirely after a forward
             group.post_forward_mesh_info = group.mesh_info
     try:
@@ -147,11 +144,3 @@ def within_a_replica(groups: Sequence[Any]) -> Iterator[None]:
             if group.post_forward_mesh_info is group.mesh_info:  # or the first forward has changed its mind about it
                 group.post_forward_mesh_info = after_forward
             group.mesh_info = whole
-
-
-def _without_replicas(whole: Any) -> Any:
-    """Return what FSDP knows of a group's ranks, but for replicas; all of it where there are no shards."""
-    kind = next((kind for kind in type(whole).__mro__ if kind.__name__ == "FSDPMeshInfo"), type(whole))
-    found: Any = object.__new__(kind)
-    vars(found).update(vars(whole))
-    return found

@@ -33,12 +33,14 @@ class OthersTryAgain(BigBatchError):
 
 
 class Ranks(Team):
-    """One group of processes, as one of them sees it: those that have samples of their own."""
+    """One group of processes, as one of them sees it: those that have samples of their own.
+
+    `wrappers` are what this process has its models in.
+    """
 
     is_alone = False
 
     def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
-        """Belong to a group; `wrappers` are what this process has its models in."""
         super().__init__(wrappers)
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -121,7 +123,6 @@ class Ranks(Team):
         return found
 
     def _exchange(self, own: Any) -> list[Any]:
-        """Return the words of all ranks, where they are known to differ."""
         self.spoken = True  # all have heard that something is wrong
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self.group)
@@ -167,11 +168,6 @@ class Ranks(Team):
             )
         columns = list(zip(*there, strict=True))[1 : 1 + round(max((row[0] for row in there), default=0))]
         return tuple(TotalOfSum(1.0) if column[0] < 0 else sum(column) for column in columns)
-
-    def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
-        """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
-        self.unit = max(sum(row[0] for row in self.rows("the first loss", [total], device)), 1.0)
-        return self.unit
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Contribute this rank's row and get those of all others. This waits: for the slowest rank, and the device.

@@ -19,9 +19,7 @@ from bigbatch.loss.count import LOW_PRECISION, RATIO_TOLERANCE, Count
 from bigbatch.loss.refusals import zero_beside_mean
 
 KINDS = ("", "mean", "sum", "known")  # of the terms over data
-Words = Mapping[
-    str, Mapping[str, str]
-]  # by the field of `Statement` that is their fingerprint; exchanged where it differs
+Words = Mapping[str, Mapping[str, str]]  # by the field of `Statement` that is their fingerprint
 _SAME = 1e-6  # relative: sums of weights in float32
 _NOT_SAID = frozenset("lr params param_names fused foreach capturable differentiable initial_lr".split())
 
@@ -72,9 +70,14 @@ def agree(numbers: Sequence[Any], exchange: Callable[[str], list[Any]], ranks: S
     for check in _ALIKE:
         if others := check.others(rows, ranks):
             said = exchange(check.field) if check.field in {"common", "form"} else [{}]
-            found = _differences(said, ranks) or f"others on {_named(others)}"
+            values = {name: [each.get(name) for each in said] for name in said[0]}
+            parts = [
+                f"{name}: {', '.join(f'{value} on rank {rank}' for rank, value in zip(ranks, every, strict=True))}"
+                for name, every in values.items()
+                if None not in every and len({*every}) > 1
+            ]
             problem = f"the ranks of this window have {check.what}, and cannot make one update. Nothing was stepped."
-            raise check.error(problem, found=found, fix=check.fix)
+            raise check.error(problem, found="; ".join(parts) or f"others on {_named(others)}", fix=_FIXES[check.field])
     empty = [rank for rank, row in zip(ranks, rows, strict=True) if not row.micro_batches]
     if empty and any(row.shares_once for row in rows):
         raise WindowError(
@@ -105,7 +108,6 @@ class _Alike(NamedTuple):
     field: str
     what: str
     error: type[BigBatchError]
-    fix: str
     within: float = 0.0  # relative: numbers so close are the same
     none: float | None = None  # what a rank says that has nothing to compare
 
@@ -121,33 +123,27 @@ class _Alike(NamedTuple):
         return found
 
 
-_SETTINGS = "the same settings, parameters and checkpoint on every rank"
-_SEED = "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer"
-_ALL_USED = (
-    "a last micro-batch that uses all parameters, in a forward of DDP outside of no_sync(); or without overlap=True"
-)
 _LOSS = "the same loss on every rank; where its factor is meant to differ (mixup), count=n or counted(loss, n)"
-_COUNTS = "Accumulator(..., counts=lambda batch: (tokens, samples))"
-_PARTS = "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel"
+_FIXES = {
+    "common": "the same settings, parameters and checkpoint on every rank",
+    "weights": "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer",
+    "reduced": "a last micro-batch that uses all parameters, in a forward of DDP outside of no_sync(); or without "
+    "overlap=True",
+    "kind": _LOSS,
+    "form": _LOSS,
+    "ratio": "Accumulator(..., counts=lambda batch: (tokens, samples))",
+    "reached": "the same parts of the model in every pass on all ranks, and discard() on all; or "
+    "DistributedDataParallel",
+}
 _ALIKE = (
-    _Alike("common", "different settings", ConfigurationError, _SETTINGS),
-    _Alike("weights", "begun with different weights, or another order of them", WindowError, _SEED, within=_SAME),
-    _Alike("reduced", "not reduced all gradients in the last backward, with overlap=True", LossError, _ALL_USED),
-    _Alike("kind", "different losses (mean or sum)", LossError, _LOSS, none=0),
-    _Alike("form", "different losses (terms or factors)", LossError, _LOSS, none=0),
-    _Alike("ratio", "counts in different ratios", SeveralCounts, _COUNTS, within=RATIO_TOLERANCE, none=-1.0),
-    _Alike("reached", "reached different parameters, or dropped micro-batches", WindowError, _PARTS),
+    _Alike("common", "different settings", ConfigurationError),
+    _Alike("weights", "begun with different weights, or another order of them", WindowError, within=_SAME),
+    _Alike("reduced", "not reduced all gradients in the last backward, with overlap=True", LossError),
+    _Alike("kind", "different losses (mean or sum)", LossError, none=0),
+    _Alike("form", "different losses (terms or factors)", LossError, none=0),
+    _Alike("ratio", "counts in different ratios", SeveralCounts, within=RATIO_TOLERANCE, none=-1.0),
+    _Alike("reached", "reached different parameters, or dropped micro-batches", WindowError),
 )
-
-
-def _differences(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """Return what differs in the words of all ranks, of what all of them have said."""
-    found = []
-    for name in said[0]:
-        values = [each.get(name) for each in said]
-        if None not in values and len({*values}) > 1:
-            found.append(f"{name}: {', '.join(f'{value} on rank {rank}' for rank, value in zip(ranks, values))}")  # noqa: B905
-    return "; ".join(found)
 
 
 def _named(ranks: Sequence[int]) -> str:

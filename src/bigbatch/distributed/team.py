@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.ddp_internals import silence, speak
 from bigbatch.distributed.statement import Statement, Words
 from bigbatch.loss.count import Count
 
@@ -28,11 +27,10 @@ class Team:
     sharded = False  # whether every pass through the model needs all ranks
     overlap = False  # whether gradients are reduced in a window's last backward
     in_common = False  # whether a backward adds up what ranks have: then weights need one unit, and loops look ahead
-    joins_windows = False  # whether a rank without batches left joins the windows of others
     others_go_on = False  # whether they have batches for another one
     holds_back = False  # whether gradients are kept elsewhere until the last backward of the window
     device: torch.device | None = None  # where sharded weights compute
-    unit: float | None = None  # of weights, where a gradient scaler needs one
+    unit: float | None = None  # of weights, where a gradient scaler needs one that all have agreed on
     spoken = False  # whether others have heard of how the window at hand ends
     elsewhere = False  # whether others wait for this rank inside of a model or a loss
 
@@ -43,14 +41,14 @@ class Team:
     def serve(self, owner: object) -> None:
         """Begin, when nothing of `owner` can be refused any more; wrappers reduce nothing by themselves."""
         for wrapper in self.wrappers:
-            silence(wrapper)
+            speak(wrapper, backward=False, forward=False)
             restore_after(owner, wrapper, speak)
 
     def _tell_nobody(self, *_: Any, **__: Any) -> Any:
         """Do nothing, at what several processes check, say or send; `Ranks`, `Replicas` and `Shards` say what."""
 
     prepare = open_window = drop = share_buffers = most = _tell_nobody
-    begin_loop = announce = tell_of_several = agree_on_unit = _tell_nobody
+    begin_loop = announce = tell_of_several = _tell_nobody
     check_loss = check_last_batch = _tell_nobody
 
     def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
@@ -99,10 +97,17 @@ _owners: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[object]]" = weakref.Wea
 def restore_after(owner: object, wrapper: Any, restore: Callable[[Any], None]) -> None:
     """Restore a wrapper when `owner` and all others who have changed it are gone."""
     _owners.setdefault(wrapper, weakref.WeakSet()).add(owner)
-    weakref.finalize(owner, _restore, weakref.ref(wrapper), restore)
+    reference = weakref.ref(wrapper)
+
+    def restored() -> None:
+        if (there := reference()) is not None and not [*_owners[there]]:
+            restore(there)
+
+    weakref.finalize(owner, restored)
 
 
-def _restore(reference: "weakref.ref[Any]", restore: Callable[[Any], None]) -> None:
-    wrapper = reference()
-    if wrapper is not None and not [*_owners[wrapper]]:
-        restore(wrapper)
+def speak(wrapper: DistributedDataParallel, *, backward: bool = True, forward: bool = True) -> None:
+    """Have a wrapper's next backward reduce what has been added up, and its forward send buffers; or not."""
+    wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
+    # Where a graph is said to be static, DDP reduces after its first backward, whatever it was told: unless it has.
+    wrapper._static_graph_delay_allreduce_enqueued = not backward  # noqa: SLF001 - no public name

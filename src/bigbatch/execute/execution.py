@@ -15,7 +15,7 @@ from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
 from bigbatch.errors import OutOfMemory, SeveralCounts
 from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.memory.probe import Stage
+from bigbatch.memory.meter import Stage
 from bigbatch.memory.search import Probe
 from bigbatch.memory.sizes import Sizes
 from bigbatch.options import Options
@@ -117,4 +117,4 @@ class Divider:
             self._sizes.learn(division.batch.signature(), size // 2)
         else:
             groups = zip(division.sizes, division.longest, strict=True)
-            self._sizes.learn_tokens(max(number * wide for number, wide in groups if number > 1) // 2)
+            self._sizes.learn(None, max(number * wide for number, wide in groups if number > 1) // 2)

@@ -97,7 +97,7 @@ def host_available() -> int:
 def resident() -> int:
     """Return what this process holds; 0 where the system does not say."""
     pages = _number_in(_STATM, r"\d+ (\d+)")
-    return 0 if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
+    return pages * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def _machine_total() -> int:
@@ -129,8 +129,7 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 def _number_in(file: Path, pattern: str) -> int | None:
     """Return the first number of a pattern in a file; None where there is none."""
-    found = re.search(pattern, _text(file))
-    return int(found[1]) if found else None
+    return int(found[1]) if (found := re.search(pattern, _text(file))) else None
 
 
 def _text(file: Path) -> str:

@@ -88,18 +88,18 @@ def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: 
         raise _too_big(first, search.limit, budget)
     search.reach_the_largest_that_fits()
     search.look_for_a_faster_one()
-    return Choice(search.best().size, largest, tuple(search.seen()), budget, search.limit)
+    return Choice(search.best().size, largest, tuple(search.seen), budget, search.limit)
 
 
 class _Search:
     """The probes made so far, and which to make next."""
 
     def __init__(self, probe: Callable[[int], Probe], largest: int, limit: int) -> None:
-        self.limit = limit
-        self._probe, self._largest = probe, largest
+        self.limit, self._probe, self._largest = limit, probe, largest
         self._left, self._more = PROBES, HALVINGS
         self._seen: dict[int, Probe] = {}
 
+    @property
     def seen(self) -> list[Probe]:
         return [self._seen[size] for size in sorted(self._seen)]
 
@@ -109,16 +109,18 @@ class _Search:
             self.look(size)
 
     def _next_towards_the_largest(self) -> int | None:
-        low, high = self._fitting[-1], self._too_large
+        low, high = self._fitting[-1], next((p for p in self.seen if not p.fits(self.limit)), None)
         between = even_sizes(self._largest, low.size, self._largest + 1 if high is None else high.size)
         # A line through two peaks, drawn further, is never above the peak: where it is over the limit, nothing fits.
-        over = [p for p in self.seen() if p.peak_bytes is not None and p.peak_bytes > self.limit][:2]
+        over = [p for p in self.seen if p.peak_bytes is not None and p.peak_bytes > self.limit][:2]
         bound = min(_crossing(self._fitting[-2:], self.limit), _crossing(over, self.limit))
         between = [size for size in between if size <= bound]
         if not between or self._parts(low.size) <= TIE * self._parts(between[-1]):
             return None
-        if not self._left and not self._is_worth_more(low.size, between[-1]):
-            return None
+        if not self._left:  # more are spent where some have failed, and the largest that may still fit would be faster
+            failed, time = any(p.peak_bytes is None for p in self.seen), self._seconds if self._timed else self._parts
+            if not (self._more > 0 and failed and time(low.size) > _SLOWER * time(between[-1])):
+                return None
         wanted: float = between[len(between) // 2]  # few sizes are large, so this is well below where memory ran out
         if high is None:
             wanted = low.size * _FURTHEST
@@ -130,11 +132,6 @@ class _Search:
             chord = _crossing([low, high], self.limit)
             wanted = chord if chord >= wanted else between[-1]
         return max((size for size in between if size <= wanted), default=between[0])
-
-    def _is_worth_more(self, now: int, hoped: int) -> bool:
-        """Whether probes were spent on failures, and the largest size that may still fit would be faster."""
-        failed, time = any(p.peak_bytes is None for p in self.seen()), self._seconds if self._timed else self._parts
-        return self._more > 0 and failed and time(now) > _SLOWER * time(hoped)
 
     def look_for_a_faster_one(self) -> None:
         """Where a size below the largest was the fastest, the very fastest may lie beside it."""
@@ -160,11 +157,7 @@ class _Search:
 
     @property
     def _fitting(self) -> list[Probe]:
-        return [p for p in self.seen() if p.fits(self.limit)]
-
-    @property
-    def _too_large(self) -> Probe | None:
-        return next((p for p in self.seen() if not p.fits(self.limit)), None)
+        return [p for p in self.seen if p.fits(self.limit)]
 
     @property
     def _timed(self) -> bool:
@@ -185,27 +178,23 @@ class _Search:
 def even_sizes(total: int, above: int, below: int) -> list[int]:
     """Return, ascending, the sizes between two others that cut the batch into parts which differ by at most one."""
     root = math.isqrt(total) + 1  # of size and number of parts, one is at most this
-    few = {-(-total // parts) for parts in range(1, root + 1)}
-    small = {-(-total // -(-total // size)) for size in range(1, root + 1)}
-    return sorted(size for size in few | small if above < size < below)
+    parts = {*range(1, root + 1), *(-(-total // size) for size in range(1, root + 1))}
+    return sorted(size for size in {-(-total // each) for each in parts} if above < size < below)
 
 
 def batch_seconds(size: int, total: int, probes: Sequence[Probe]) -> float | None:
     """Return the time of a batch in micro-batches of a size: lines through the times that were measured."""
     times = [(p.size, p.seconds) for p in probes if p.seconds is not None and p.peak_bytes is not None]
-    if not times:
-        return None
-    parts = Counter(balanced(total, size))
-    return sum(number * _line(each, times) for each, number in parts.items())
+    if len(times) < 2:  # noqa: PLR2004 - of one there is no line
+        return times[0][1] * -(-total // size) if times else None
 
+    def line(at: int) -> float:
+        """Read a value off the line through the two points around a place, or the two nearest to it."""
+        place = min(max(bisect_right(times, at, key=lambda point: point[0]), 1), len(times) - 1)
+        (x, y), (u, v) = times[place - 1 : place + 1]
+        return y + (v - y) * (at - x) / (u - x)
 
-def _line(at: int, points: Sequence[tuple[int, float]]) -> float:
-    """Read a value off the line through the two points around a place, or the two nearest to it."""
-    if len(points) == 1:
-        return points[0][1]
-    place = min(max(bisect_right(points, at, key=lambda point: point[0]), 1), len(points) - 1)
-    (x, y), (u, v) = points[place - 1 : place + 1]
-    return y + (v - y) * (at - x) / (u - x)
+    return sum(number * line(each) for each, number in Counter(balanced(total, size)).items())
 
 
 def _crossing(probes: Sequence[Probe], limit: int) -> float:

@@ -15,13 +15,13 @@ from bigbatch import arguments
 from bigbatch.batch.batch import Batch
 from bigbatch.batch.transfer import Mover
 from bigbatch.default_loss import own_loss
-from bigbatch.distributed.ddp_internals import silence
 from bigbatch.distributed.discovery import data_parallel, refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
+from bigbatch.distributed.team import speak
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
-from bigbatch.memory.probe import Stage
+from bigbatch.memory.meter import Stage
 from bigbatch.memory.search import MARGIN, Choice, Probe, choose
 from bigbatch.planner.plan_report import Plan, advice, row
 from bigbatch.planner.trace import checked_loss, predict
@@ -32,7 +32,7 @@ from bigbatch.state.snapshot import devices_of
 from bigbatch.window.awake_norms import batch_norms, is_awake
 from bigbatch.window.gate import Admission
 
-# What `silence` changes and plan restores: an Accumulator may have silenced the wrapper before.
+# What `speak` changes and plan restores: an Accumulator may have silenced the wrapper before.
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
 _TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 _single = Swap(F, "_verify_batch_size", lambda _: lambda _: None)  # BatchNorm takes one sample, as beside others
@@ -88,7 +88,7 @@ def plan(
             norm.track_running_stats = False  # of the variance of one sample there is no estimate
         for wrapper in data_parallel(models):
             stack.callback(vars(wrapper).update, {name: getattr(wrapper, name, None) for name in _DDP})
-            silence(wrapper)
+            speak(wrapper, backward=False, forward=False)
         budget = bytes_of(memory, device)
         fraction, asked = (1.0, 0) if memory is None else read(memory)
         is_here = fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)

@@ -278,7 +278,8 @@ class Window:
         known = ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
         if ledger.in_common and not known and scaler is not None and scaler.is_enabled():
             own = next((term.count for term in terms if term.kind == "mean"), 0.0)
-            ledger.provisional = self._team.agree_on_unit(own * ledger.steps, self.gradients.device)
+            (total,) = self._team.totals((own * ledger.steps,), self.gradients.device)
+            ledger.provisional = self._team.unit = max(float(total), 1.0)
 
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
