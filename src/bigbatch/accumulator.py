@@ -1,6 +1,7 @@
 """Micro-batches come in, updates come out."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from bigbatch import arguments
 from bigbatch.distributed.discovery import team_of
 from bigbatch.errors import BigBatchError, StateError, WindowError, WindowOpen
-from bigbatch.loop import Listener, Loop, Over, Source, no_loop
+from bigbatch.loop import Loop, Needs, Over, Source, Turns, no_loop
 from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
@@ -95,20 +96,19 @@ class Accumulator:
         arguments.mesh(mesh)
         found = arguments.models(model, ranks=True)
         optimizers = arguments.optimizers(optimizer, found)
-        self._steps = arguments.steps(steps)
-        self._gradient_dtype = arguments.gradient_dtype(gradient_dtype)
-        self._counts = arguments.counts(counts)
-        overlap = arguments.truth("overlap", overlap)
+        arguments.optional(clip_norm=clip_norm, scaler=scaler, gradient_dtype=gradient_dtype, counts=counts)
+        arguments.truths(skip_nonfinite=skip_nonfinite, overlap=overlap)
+        arguments.one_of("batch_norm", batch_norm, "refuse", "micro")
+        self._steps, self._gradient_dtype, self._counts = arguments.steps(steps), gradient_dtype, counts
         self._stepper = Stepper(
             optimizers,
             schedulers=arguments.schedulers(scheduler, optimizers),
-            scaler=arguments.scaler(scaler),
-            clip_norm=arguments.clip_norm(clip_norm),
-            skip_nonfinite=arguments.skip_nonfinite(skip_nonfinite),
+            scaler=scaler,
+            clip_norm=clip_norm,
+            skip_nonfinite=skip_nonfinite,
             team=team_of(found, group, overlap=overlap, trained=all_parameters(optimizers)),
         )
-        accepting = 'Accumulator(..., batch_norm="micro")'
-        self._admission = Admission(found, optimizers, arguments.batch_norm(batch_norm), accepting)
+        self._admission = Admission(found, optimizers, batch_norm, accepting='Accumulator(..., batch_norm="micro")')
         self._stepper.watch()
         self._team = self._stepper.team
         self._team.serve(self)
@@ -150,17 +150,13 @@ class Accumulator:
         """
         arguments.loader(loader)
         self._refuse_open_window()
-        listener = Listener(
-            opening=self._open,
-            announce=self._announce,
-            exhausted=self._end,  # where the last batch made no backward, what came before must not be lost
-            left=self._leave,
+        needs = Needs(
             remaining=lambda: self.remaining,
-            kept=self._sources,
+            counts=self._counts,
             most=(lambda mine: self._team.most(mine, self._device)) if self._team.sharded else None,
-            must_know=self._team.in_common,
+            the_last=self._team.in_common or self._counts is not None,
         )
-        return Over(loader, listener, self._counts)
+        return Over(loader, needs, partial(self._run, needs))
 
     def backward(self, loss: Tensor, count: GivenCount | None = None) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
@@ -421,11 +417,37 @@ class Accumulator:
     def _device(self) -> torch.device:
         return all_parameters(self._stepper.optimizers)[0].device
 
-    def _open(self) -> Loop:
-        """Begin an `over`; a window that was loaded is gone on with, once."""
+    def _run(self, needs: Needs, over: Over[Batch], loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Give out the batches of an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed, self._loop = False, Loop(asked=times_asked())
-        return self._loop
+        loop = self._loop = over.loop = Loop(asked=times_asked())
+        source: Source[Batch] | None = None
+        self._resumed = False
+        try:
+            if isinstance(loader, Over):
+                turns: Turns[Batch] = loader.turns(loop)
+            else:
+                source = next((each for each in self._sources if each.iterator is loader), None)
+                if source is None:
+                    source = Source(loader, needs)
+                    self._sources.append(source)
+                turns = source.turns(loop)
+            for batch, last, totals in turns:
+                try:
+                    self._announce(loop, last, totals)
+                except BaseException:  # it is not given out: an iterator would not give it again
+                    if source is not None and source.iterator is loader and not loop.repeated:
+                        source.held.appendleft(batch)
+                    raise
+                yield batch
+            self._end(loop)  # nothing comes after it: an error would not tell of its update
+        except BaseException:  # also GeneratorExit, of `break`
+            if self._loop is loop:  # another one may have begun since
+                self._loop = no_loop()
+            raise
+        finally:
+            if source is not None and not (source.iterator is loader and source.held):
+                self._sources.remove(source)
 
     def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over
         """Note the next batch of an `over`: whether it is the last, and what its window comes to."""
@@ -469,8 +491,3 @@ class Accumulator:
             if window.untouched:  # nothing of this rank is in it
                 self.discard()
             raise
-
-    def _leave(self, loop: Loop) -> None:
-        """End an `over`; another one may have begun since."""
-        if self._loop is loop:
-            self._loop = no_loop()

@@ -1,9 +1,9 @@
 """Checks of what users pass: each returns what it has checked, or raises at once."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from inspect import signature
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,22 +28,11 @@ def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
         in_shards = any(kind.__name__ == "FSDPModule" for each in module.modules() for kind in type(each).__mro__)
         if in_shards or (isinstance(module, DistributedDataParallel) and module.process_group.size() > 1):
             raise ConfigurationError(
-                f"{type(module).__name__} spreads a model over several ranks, and verify compares gradients within one "
-                "process.",
+                f"{type(module).__name__} spreads a model over several ranks, and this runs in one process.",
                 fix=f"the model as it is before {'fully_shard is called' if in_shards else 'it is wrapped'}, in a "
-                "process of its own",
+                "process of its own; to train on several devices, start from examples/ranks/ddp.py",
             )
     return found
-
-
-def mesh(given: object) -> None:
-    """Refuse an argument that is gone."""
-    if given is not None:
-        raise ConfigurationError(
-            "mesh= is gone, and tensor parallelism with it.",
-            fix="DistributedDataParallel or fully_shard without it; else say which processes have samples of their "
-            "own:  group=mesh.get_group()",
-        )
 
 
 def _one_or_several(name: str, given: object, kind: type, written: str) -> tuple[Any, ...]:
@@ -91,19 +80,27 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
     return found
 
 
-def is_positive(number: object) -> bool:
-    """Whether this is a positive integer, of numpy or not."""
-    return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= 1
-
-
 def positive(name: str, number: Any, what: str = "") -> int:
-    """Accept a positive integer; `what` says what it counts."""
-    return int(accepting(name, f"a positive integer{what and ', '}{what}", is_positive)(number))
+    """Accept a positive integer, of numpy or not; `what` goes on from there."""
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+        raise _refuse(name, f"a positive integer{what}", repr(number))
+    return int(number)
 
 
 def steps(number: object) -> int:
     """Accept a positive integer."""
-    return positive("steps", number, "the number of micro-batches per update")
+    return positive("steps", number, ", the number of micro-batches per update")
+
+
+def size(name: str, number: Any) -> int | Literal["auto"]:
+    """Accept a positive integer, or "auto"."""
+    return "auto" if isinstance(number, str) and number == "auto" else positive(name, number, ' or "auto"')
+
+
+def one_of(name: str, value: object, *words: str) -> None:
+    """Accept one of some words."""
+    if value not in words:
+        raise _refuse(name, " or ".join(f'"{word}"' for word in words), repr(value))
 
 
 def loader(found: object) -> None:
@@ -115,38 +112,56 @@ def loader(found: object) -> None:
         )
 
 
-def accepting(name: str, what: str, accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """Return a check of one argument, which returns what it accepts."""
+def mesh(given: object) -> None:
+    """Refuse an argument that is gone."""
+    if given is not None:
+        raise ConfigurationError(
+            "mesh= is gone, and tensor parallelism with it.",
+            fix="DistributedDataParallel or fully_shard without it; else say which processes have samples of their "
+            "own:  group=mesh.get_group()",
+        )
 
-    def check(value: object) -> object:
-        if not accepts(value):
-            raise _refuse(name, what, repr(value))
-        return value
 
-    return check
-
-
-def truth(name: str, value: object) -> bool:
-    """Accept a truth value."""
-    return bool(accepting(name, "True or False", lambda value: isinstance(value, bool))(value))
+def takes(function: Any, number: int) -> bool:
+    """Whether a function can be called with so many arguments; True where Python cannot tell."""
+    try:
+        signature(function).bind(*range(number))
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # some built-in functions have no signature
+    return True
 
 
 def _is_norm(norm: object) -> bool:
-    return norm is None or (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0)
+    return isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0
 
 
-clip_norm = accepting("clip_norm", "a positive number (math.inf only reports the norm) or None", _is_norm)
-gradient_dtype = accepting(
-    "gradient_dtype",
-    "torch.float32, torch.float64 or None (the parameter's own)",
-    lambda dtype: dtype is None or dtype in (torch.float32, torch.float64),
-)
-batch_norm = accepting("batch_norm", '"refuse" or "micro"', lambda mode: mode in ("refuse", "micro"))
-skip_nonfinite = partial(truth, "skip_nonfinite")
-counts = accepting(
-    "counts", "a function from a batch to its counts, one per term of the loss", lambda f: f is None or callable(f)
-)
-scaler = accepting("scaler", "a torch.amp.GradScaler", lambda found: found is None or isinstance(found, GradScaler))
+# What may be passed under a name beside None, in words and as a function.
+_ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "clip_norm": ("a positive number (math.inf only reports the norm) or None", _is_norm),
+    "gradient_dtype": (
+        "torch.float32, torch.float64 or None (the parameter's own)",
+        lambda dtype: dtype in (torch.float32, torch.float64),
+    ),
+    "counts": ("a function from a batch to its counts, one per term of the loss", callable),
+    "scaler": ("a torch.amp.GradScaler", lambda found: isinstance(found, GradScaler)),
+    "lengths": ("the name of a mask or a function from a batch", lambda x: isinstance(x, str) or callable(x)),
+    "collate": ("a function from a list of samples to a batch", callable),
+}
+
+
+def optional(**given: Any) -> None:
+    """Accept None, and what their names say."""
+    for name, value in given.items():
+        what, accepts = _ACCEPTED[name]
+        if value is not None and not accepts(value):
+            raise _refuse(name, what, repr(value))
+
+
+def truths(**given: object) -> None:
+    """Accept True or False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise _refuse(name, "True or False", repr(value))
 
 
 def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
@@ -172,8 +187,7 @@ def loss(value: object) -> None:
         return
     if not isinstance(value, Tensor):
         fix = "the loss before .item(), which has a graph" if isinstance(value, int | float) else ""
-        if hasattr(value, "loss") or (isinstance(value, Mapping) and "loss" in value):
-            fix = "outputs.loss" if hasattr(value, "loss") else "outputs['loss']"
+        fix = "outputs.loss" if hasattr(value, "loss") else fix
         raise LossError(f"the loss must be a tensor; found {type(value).__name__}", fix=fix)
     if value.numel() != 1:
         raise LossError(

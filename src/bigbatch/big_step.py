@@ -102,11 +102,12 @@ class BigStep:
             self._models = arguments.models(model, ranks=True)
             refuse_lazy(self._models)
             optimizers = arguments.optimizers(optimizer, self._models)
+            arguments.optional(scaler=scaler, clip_norm=clip_norm)
             self._stepper = Stepper(
                 optimizers,
                 schedulers=arguments.schedulers(scheduler, optimizers),
-                scaler=arguments.scaler(scaler),
-                clip_norm=arguments.clip_norm(clip_norm),
+                scaler=scaler,
+                clip_norm=clip_norm,
                 skip_nonfinite=options.skip_nonfinite,
                 team=team_of(self._models, options.group),
             )

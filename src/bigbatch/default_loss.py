@@ -1,6 +1,5 @@
 """The loss that a model computes by itself, as those of Hugging Face do: what stands in for a `loss_fn`."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +19,3 @@ def own_loss(model: Any, batch: Any) -> Any:
         f"without loss_fn the loss is model(**batch).loss, {found}.",
         fix=f"loss_fn = lambda model, batch: F.cross_entropy(model(batch[{x}]), batch[{y}])",
     )
-
-
-def takes(function: Any, number: int) -> bool:
-    """Whether a function can be called with so many arguments; True where Python cannot tell."""
-    try:
-        inspect.signature(function).bind(*range(number))
-    except ValueError:  # some built-in functions have no signature
-        return True
-    except TypeError:
-        return False
-    return True

@@ -92,7 +92,7 @@ def scale_lr(
         raise ConfigurationError("quiet= is gone: scale_lr prints nothing.", fix="print(scale_lr(...))")
     _check_optimizer("scale_lr", optimizer)
     chosen = _choose_rule(optimizer, rule)
-    what = "the samples behind one optimizer step: micro-batch x steps x ranks"
+    what = ", the samples behind one optimizer step: micro-batch x steps x ranks"
     kappa = arguments.positive("to_batch", to_batch, what) / arguments.positive("from_batch", from_batch, what)
     factor = kappa if chosen == "linear" else math.sqrt(kappa)
     has_beta2 = scale_beta2 and isinstance(optimizer, (*ADAM_FAMILY, RMSprop))
@@ -123,7 +123,7 @@ def warmup(optimizer: Optimizer, updates: int) -> LRScheduler:
     fastest.
     """
     _check_optimizer("warmup", optimizer)
-    arguments.positive("updates", updates, "the optimizer steps until the full rate")
+    arguments.positive("updates", updates, ", the optimizer steps until the full rate")
     return LinearLR(optimizer, start_factor=1 / updates, end_factor=1.0, total_iters=updates - 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -15,6 +15,7 @@ from bigbatch.errors import BatchError, ConfigurationError, WindowError
 from bigbatch.loss.count import Count, TotalOfSum, checked_count, finite
 
 Batch = TypeVar("Batch")
+Turns: TypeAlias = Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]  # batches; the last? its window's totals
 _ALIKE = 16  # so many at most are compared where nothing tells them apart
 
 
@@ -46,37 +47,84 @@ def no_loop() -> Loop:
 
 
 @dataclass(frozen=True)
-class Listener:
-    """What an `Over` tells the accumulator that made it, and asks of it."""
+class Needs:
+    """What an accumulator must know of the batches to come."""
 
-    opening: Callable[[], Loop]  # iteration begins
-    announce: Callable[[Loop, bool, tuple[Count, ...] | None], None]  # the next batch is the last; its window's totals
-    exhausted: Callable[[Loop], object]  # all batches were given out
-    left: Callable[[Loop], object]  # iteration has ended before, by `break` or an error
-    remaining: Callable[[], int]  # how many micro-batches until the window is full
-    kept: "list[Source[Any]]"  # what was read ahead of an iterator that a loop was left with
-    most: Callable[[int], int] | None = None  # the most that any rank has, where each pass is a meeting of all
-    must_know: bool = False  # whether the last batch must be known before it is used
+    remaining: Callable[[], int]  # how many micro-batches are missing until the window is full
+    counts: Callable[[Any], Any] | None  # the counts of a batch, where a window's totals must be known in advance
+    most: Callable[[int], int] | None  # the most that any rank has, where each pass is a meeting of all
+    the_last: bool  # whether the last batch must be known before it is used
 
 
 class Source(Generic[Batch]):
     """The batches of a loader, in turn. It reads ahead only what it must, and loses none."""
 
-    def __init__(self, loader: Iterable[Batch], *, must_know: bool) -> None:
-        """Begin; a loader with a state of its own is not read ahead, unless one `must_know` what comes."""
-        self.iterator = iter(loader)
-        self.held: deque[Batch] = deque()
+    def __init__(self, loader: Iterable[Batch], needs: Needs) -> None:
+        """Begin; a loader with a state of its own is not read ahead, unless the last batch must be known."""
+        self.iterator, self.held, self._needs = iter(loader), deque[Batch](), needs
         self._length, self._read = _trusted_length(loader), 0
         wrapped = (loader, getattr(loader, "dataset", None), getattr(loader, "iterable", None))  # the latter by tqdm
-        self._must_know, self._looks_ahead = must_know, must_know or not any(hasattr(w, "state_dict") for w in wrapped)
+        self._looks_ahead = needs.the_last or not any(hasattr(each, "state_dict") for each in wrapped)
         self._compared = 1  # so many, held together, were seen not to be written over
         self._ended = False
         self._failure: Exception | None = None  # of reading ahead; the batches before it come first
 
-    def look(self, number: int) -> int:
+    def turns(self, loop: Loop) -> Turns[Batch]:
+        """Give out the batches, each with whether it is the last, as far as that is known."""
+        if self._needs.counts is not None:
+            return self._windows(self._needs.counts)
+        return self._one_by_one() if self._needs.most is None else self._in_company(self._needs.most, loop)
+
+    def _one_by_one(self) -> Turns[Batch]:
+        length = self._length
+        # On the shortest way: small models feel it.
+        for number, batch in enumerate(self.iterator if length is not None else (), 1):
+            if length is not None and number > length:
+                raise BatchError(_TOO_MANY.format(length))
+            yield batch, number == length, None
+        while length is None and self._look(1):
+            last = self._is_last()
+            yield self.held.popleft(), last, None
+
+    def _in_company(self, most: Callable[[int], int], loop: Loop) -> Turns[Batch]:
+        """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
+        if not _number_of_all(int(self._look(1) > 0), most):
+            return
+        batch, last, more = self.held[0], self._is_last(), True
+        while more:
+            more = most(int(not last)) > 0
+            if not loop.repeated:
+                batch = self.held.popleft()
+            yield batch, not more, None
+            loop.repeated = not self._look(1)
+            last = loop.repeated or self._is_last()
+
+    def _windows(self, counts: Callable[[Any], Any]) -> Turns[Batch]:
+        """Look a window ahead."""
+        while True:
+            steps = self._needs.remaining()
+            number = min(self._look(steps), steps)
+            if self._needs.most is not None:
+                _number_of_all(number, self._needs.most)
+            if not number:
+                return
+            totals = _totals([counts(batch) for batch in islice(self.held, number)])
+            for left in reversed(range(number)):
+                last = not left and self._is_last()
+                yield self.held.popleft(), last, totals
+
+    def _is_last(self) -> bool:
+        """Tell whether no other comes after the next batch, as far as that is known."""
+        if len(self.held) == 1 and self._length is not None and not self._ended:
+            return self._read == self._length
+        if self._looks_ahead:
+            self._look(2)
+        return self._ended and len(self.held) == 1
+
+    def _look(self, number: int) -> int:
         """Read on until so many are held, or the end; returns how many are."""
         before = [digest(batch) for batch in self.held] if number > self._compared else None
-        if before and None in before and not self._must_know:  # nobody could tell if it were written over
+        if before and None in before and not self._needs.the_last:  # nobody could tell if it were written over
             number, self._looks_ahead = 0, self._read < _ALIKE  # another one may be told
         while len(self.held) < number and self._read_on():
             if before is not None:
@@ -120,26 +168,6 @@ class Source(Generic[Batch]):
         if (None not in now and len(set(before)) == len(before)) or self._read > _ALIKE:
             self._compared = len(before)
 
-    def __iter__(self) -> Iterator[tuple[Batch, bool, None]]:
-        """Give out the batches, each with whether it is the last, as far as that is known."""
-        length = self._length
-        # On the shortest way: small models feel it.
-        for number, batch in enumerate(self.iterator if length is not None else (), 1):
-            if length is not None and number > length:
-                raise BatchError(_TOO_MANY.format(length))
-            yield batch, number == length, None
-        while length is None and self.look(1):
-            last = self.is_last()
-            yield self.held.popleft(), last, None
-
-    def is_last(self) -> bool:
-        """Tell whether no other comes after the next batch, as far as that is known."""
-        if len(self.held) == 1 and self._length is not None and not self._ended:
-            return self._read == self._length
-        if self._looks_ahead:
-            self.look(2)
-        return self._ended and len(self.held) == 1
-
 
 class Over(Generic[Batch]):
     """A loader's batches, with the accumulator told beforehand which one is the last.
@@ -148,16 +176,18 @@ class Over(Generic[Batch]):
     `dataset`, `set_epoch`) are forwarded where there are any.
     """
 
-    def __init__(self, loader: Iterable[Batch], listener: Listener, counts: Callable[[Any], Any] | None) -> None:
-        """Wrap a loader; nothing is read from it yet."""
-        self.in_company: bool = listener.most is not None  # whether all ranks are given as many
-        if isinstance(loader, Over) and (counts is not None or (self.in_company and not loader.in_company)):
+    def __init__(
+        self, loader: Iterable[Batch], needs: Needs, run: "Callable[[Over[Batch], Iterable[Batch]], Iterator[Batch]]"
+    ) -> None:
+        """Wrap a loader; nothing is read from it yet. `run` gives out its batches, in a loop of the accumulator."""
+        self.in_company = needs.most is not None  # whether all ranks are given as many
+        if isinstance(loader, Over) and (needs.counts is not None or (self.in_company and not loader.in_company)):
             raise ConfigurationError(
                 "an accumulator with counts= looks a window ahead, and one of a sharded model repeats batches, which "
                 "the other would not hear of.",
                 fix="this one inside:  other.over(this.over(loader))",
             )
-        self._loader, self._listener, self._counts = loader, listener, counts
+        self._loader, self._run = loader, run
         self.loop: Loop = no_loop()  # the latest
 
     def __len__(self) -> int:
@@ -180,83 +210,13 @@ class Over(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
-        listener, loader = self._listener, self._loader
-        loop, announce, source = listener.opening(), listener.announce, None
-        self.loop = loop
-        try:
-            source = None if isinstance(loader, Over) else self._source()
-            for batch, last, totals in self._in_turn(loop, source):
-                try:
-                    announce(loop, last, totals)
-                except BaseException:  # it is not given out: an iterator would not give it again
-                    if source is not None and source.iterator is loader and not loop.repeated:
-                        source.held.appendleft(batch)
-                    raise
-                yield batch
-            listener.exhausted(loop)  # nothing comes after it: an error would not tell of its update
-        except BaseException:  # also GeneratorExit, of `break`
-            listener.left(loop)
-            raise
-        finally:
-            if source is not None and not (source.iterator is loader and source.held):
-                listener.kept.remove(source)
+        return self._run(self, self._loader)
 
-    def _source(self) -> Source[Batch]:
-        """Return what was read ahead of this loader before, where a loop was left, or begin."""
-        kept = self._listener.kept
-        source = next((each for each in kept if each.iterator is self._loader), None)
-        if source is None:
-            source = Source(self._loader, must_know=self._listener.must_know or self._counts is not None)
-            kept.append(source)
-        return source
-
-    def _in_turn(
-        self, loop: Loop, source: Source[Batch] | None
-    ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        if source is None:
-            return self._of_inner(loop)
-        if self._counts is not None:
-            return self._window_ahead(source, self._counts)
-        if self._listener.most is not None:
-            return self._in_company(source, self._listener.most, loop)
-        return iter(source)
-
-    def _of_inner(self, loop: Loop) -> Iterator[tuple[Batch, bool, None]]:
-        """Go through the batches of another `over`, which knows the last one for both."""
-        inner: Any = self._loader
-        for batch in inner:
-            loop.repeated = inner.loop.repeated
-            yield batch, inner.loop.last, None
-
-    def _in_company(
-        self, source: Source[Batch], most: Callable[[int], int], loop: Loop
-    ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
-        if not _number_of_all(int(source.look(1) > 0), most):
-            return
-        batch, last, more = source.held[0], source.is_last(), True
-        while more:
-            more = most(int(not last)) > 0
-            if not loop.repeated:
-                batch = source.held.popleft()
-            yield batch, not more, None
-            loop.repeated = not source.look(1)
-            last = loop.repeated or source.is_last()
-
-    def _window_ahead(
-        self, source: Source[Batch], counts: Callable[[Any], Any]
-    ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        while True:
-            steps = self._listener.remaining()
-            number = min(source.look(steps), steps)
-            if self._listener.most is not None:
-                _number_of_all(number, self._listener.most)
-            if not number:
-                return
-            totals = _totals([counts(batch) for batch in islice(source.held, number)])
-            for left in reversed(range(number)):
-                last = not left and source.is_last()
-                yield source.held.popleft(), last, totals
+    def turns(self, loop: Loop) -> Turns[Batch]:
+        """Give out the batches to the loop of another accumulator; this one knows the last batch for both."""
+        for batch in self:
+            loop.repeated = self.loop.repeated
+            yield batch, self.loop.last, None
 
 
 def _trusted_length(loader: Iterable[Any]) -> int | None:

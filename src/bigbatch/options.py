@@ -1,7 +1,6 @@
 """What few users of `BigStep` need to set, and what its other arguments may be."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from bigbatch import arguments
-from bigbatch.arguments import accepting, is_positive
 from bigbatch.errors import ConfigurationError
 
 
@@ -61,11 +59,11 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""
         arguments.mesh(self.mesh)
-        for name, (what, accepts) in _CHECKS.items():
-            accepting(name, what, accepts)(getattr(self, name))
-        for name in ("cuda_graph", "skip_nonfinite", "check"):
-            arguments.truth(name, getattr(self, name))
-        arguments.gradient_dtype(self.gradient_dtype)
+        arguments.optional(lengths=self.lengths, collate=self.collate, gradient_dtype=self.gradient_dtype)
+        arguments.size("token_budget", self.token_budget)
+        arguments.one_of("batch_norm", self.batch_norm, "exact", "refuse", "micro")
+        arguments.one_of("activations", self.activations, "auto", "keep", "recompute", "offload")
+        arguments.truths(cuda_graph=self.cuda_graph, skip_nonfinite=self.skip_nonfinite, check=self.check)
         if self.token_budget != "auto" and self.lengths is None:  # noqa: S105 - no password
             problem = f"token_budget={self.token_budget} needs lengths."
             raise ConfigurationError(problem, fix="Options(lengths='attention_mask', ...)")
@@ -76,35 +74,13 @@ class Options:
             )
 
 
-def _is_positive_or_auto(value: object) -> bool:
-    return value == "auto" if isinstance(value, str) else is_positive(value)
-
-
-def _is_one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
-    return " or ".join(f'"{word}"' for word in words), lambda value: value in words
-
-
-_SIZE = 'a positive integer or "auto"', _is_positive_or_auto
-_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "lengths": (
-        "the name of a mask or a function from a batch",
-        lambda x: x is None or isinstance(x, str) or callable(x),
-    ),
-    "token_budget": _SIZE,
-    "collate": ("a function from a list of samples to a batch", lambda x: x is None or callable(x)),
-    "batch_norm": _is_one_of("exact", "refuse", "micro"),
-    "activations": _is_one_of("auto", "keep", "recompute", "offload"),
-}
-
-
 def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
     """Accept a function of a model and a batch, or none."""
+    found = type(loss_fn).__name__
     if loss_fn is None:
         return None
-    found = type(loss_fn).__name__
     if callable(loss_fn) and not isinstance(loss_fn, nn.Module):
-        with suppress(TypeError):  # it takes others
-            signature(loss_fn).bind(None, None)
+        if arguments.takes(loss_fn, 2):
             return loss_fn
         found = f"one that takes {signature(loss_fn)}"
     raise ConfigurationError(
@@ -125,7 +101,7 @@ def checked_size(size: object, options: Options, device: torch.device, *, sharde
     """Accept a number of samples, or "auto" where any size gives the same update."""
     if options.cuda_graph and device.type != "cuda":
         raise ConfigurationError(f"cuda_graph=True needs the model on a CUDA device; found it on {device}")
-    chosen: int | Literal["auto"] = accepting("micro_batch_size", *_SIZE)(size)
+    chosen = arguments.size("micro_batch_size", size)
     is_auto = chosen == "auto"
     if is_auto and options.batch_norm == "micro" and options.lengths is None:
         raise ConfigurationError(

@@ -8,16 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from bigbatch import arguments
 from bigbatch.batch.split import balanced
-from bigbatch.default_loss import own_loss, takes
+from bigbatch.default_loss import own_loss
 from bigbatch.distributed.discovery import refuse_tensor_parallelism
-from bigbatch.distributed.fsdp_internals import sharded
 from bigbatch.errors import BigBatchError, ConfigurationError
 
 _LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
@@ -81,25 +79,25 @@ class Setup:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        _check_model(self.model)
-        optimizers = arguments.optimizers(self.optimizer, (self.model,))
+        model: object = self.model
+        if not isinstance(model, nn.Module):
+            found = getattr(model, "__name__", type(model).__name__)
+            raise ConfigurationError("model must be one nn.Module.", found=found)
+        refuse_tensor_parallelism([model])
+        optimizers = arguments.optimizers(self.optimizer, arguments.models(model))
         arguments.positive("batch_size", self.batch_size)
         arguments.positive("epochs", self.epochs)
         size = self.batch_size if self.micro_batch_size is None else self.micro_batch_size
-        micro_batch_size = arguments.positive("micro_batch_size", size)
-        if micro_batch_size > self.batch_size:
-            found = f"batch_size={self.batch_size}, micro_batch_size={micro_batch_size}"
+        if arguments.positive("micro_batch_size", size) > self.batch_size:
+            found = f"batch_size={self.batch_size}, micro_batch_size={size}"
             raise ConfigurationError("A micro-batch is a part of the batch.", found=found)
         _check_data(self.data, collated=self.collate is not None)
         for name, parameters in _CALLS.items():
             _check_function(name, getattr(self, name), parameters)
-        arguments.clip_norm(self.clip_norm)
+        arguments.optional(clip_norm=self.clip_norm, scaler=self.scaler, gradient_dtype=self.gradient_dtype)
         arguments.schedulers(self.scheduler, optimizers)
-        arguments.scaler(self.scaler)
-        arguments.gradient_dtype(self.gradient_dtype)
-        if self.batch_norm not in {"exact", "refuse", "micro"}:
-            raise ConfigurationError('batch_norm must be "exact", "refuse" or "micro".', found=repr(self.batch_norm))
-        arguments.skip_nonfinite(self.skip_nonfinite)
+        arguments.one_of("batch_norm", self.batch_norm, "exact", "refuse", "micro")
+        arguments.truths(skip_nonfinite=self.skip_nonfinite)
 
     @property
     def sizes(self) -> list[int]:
@@ -137,17 +135,6 @@ def calling(what: str) -> Iterator[None]:
         raise UserCodeError(f"{what} failed") from error
 
 
-def _check_model(model: object) -> None:
-    """Accept one module that is in this process as a whole."""
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError("model must be one nn.Module.", found=getattr(model, "__name__", type(model).__name__))
-    refuse_tensor_parallelism([model])
-    if sharded([model]) or (isinstance(model, DistributedDataParallel) and model.process_group.size() > 1):
-        problem = "One process runs a Setup, and this model is spread over several (DDP, fully_shard)."
-        fix = "the plain model; to train on several devices, start from examples/ranks/ddp.py"
-        raise ConfigurationError(problem, found=type(model).__name__, fix=fix)
-
-
 def _check_data(data: Any, *, collated: bool) -> None:
     """Accept samples, one by one, and at least one of them."""
     if isinstance(data, IterableDataset):
@@ -169,7 +156,7 @@ def _check_function(name: str, function: object, parameters: str) -> None:
     """Accept what can be called with these parameters; a criterion is a likely slip."""
     home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", "")
     is_criterion = name == "loss_fn" and home in {"torch.nn.modules.loss", "torch.nn.functional"}
-    takes_them = callable(function) and takes(function, len(parameters.split(", ")))
+    takes_them = callable(function) and arguments.takes(function, len(parameters.split(", ")))
     if function is not None and (is_criterion or not takes_them):
         found = getattr(function, "__name__", type(function).__name__)
         fix = _LOSS_FN if is_criterion else f"def {name}({parameters}): ..."

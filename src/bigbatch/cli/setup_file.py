@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bigbatch.default_loss import takes
+from bigbatch.arguments import takes
 from bigbatch.distributed.discovery import started
 from bigbatch.errors import ConfigurationError
 from bigbatch.setup import Setup, calling

@@ -46,7 +46,7 @@ def train(  # noqa: PLR0917 - typer calls it, by name
         from bigbatch.recipes.experiment import RECIPES
 
         refuse_launcher("train")
-        arguments.clip_norm(clip)
+        arguments.optional(clip_norm=clip)
         is_recipe = what in RECIPES
         if not is_recipe and not path.is_file():
             fail(f"{what} is no file, and no recipe.", f"{', '.join(RECIPES)}, or a file with setup()")
