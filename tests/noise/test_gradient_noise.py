@@ -14,8 +14,17 @@ from torch.amp.grad_scaler import GradScaler
 from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError
-from bigbatch.noise.estimate import LEAST, Estimate, Norms, correlation_time, estimate, student
-from bigbatch.noise.noise_report import Verdict, judge, make_report
+from bigbatch.noise.noise_report import (
+    LEAST,
+    Estimate,
+    Norms,
+    Verdict,
+    correlation_time,
+    estimate,
+    judge,
+    make_report,
+    student,
+)
 from tests.support.emulated_graphs import emulated
 from tests.support.losses import READABLE, SEVERAL
 from tests.support.reference import OptimizerFactory, sgd, trained, windows

@@ -39,7 +39,7 @@ def meet_in_forward(
         return worker.meet(name, value, combine, fold)
     mine = streams.state()
     found = worker.meet(name, value, combine, fold)
-    streams.go_on(mine)
+    mine.restore()
     return found
 
 

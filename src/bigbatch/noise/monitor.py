@@ -12,8 +12,7 @@ from bigbatch.accumulator import Accumulator
 from bigbatch.big_step import BigStep
 from bigbatch.errors import ConfigurationError
 from bigbatch.loss.count import LOW_PRECISION, Count
-from bigbatch.noise.estimate import Norms
-from bigbatch.noise.noise_report import NoiseReport, Reason, make_report
+from bigbatch.noise.noise_report import NoiseReport, Norms, Reason, make_report
 from bigbatch.window.window import Window
 
 if TYPE_CHECKING:

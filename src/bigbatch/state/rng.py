@@ -4,7 +4,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,16 @@ _SEED_BYTES = 8
 class Randomness:
     """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's.
 
-    And those of generators of a model's `own`.
+    And those of generators of a model's `own`. Where `host` is not wanted, those of torch alone.
     """
 
-    def __init__(self, devices: frozenset[torch.device] = frozenset(), own: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, devices: frozenset[torch.device] = frozenset(), own: Sequence[Any] = (), *, host: bool = True
+    ) -> None:
         """Take down the states as they are; no device is waited for."""
         numpy: Any = sys.modules.get("numpy")
-        of_numpy = [] if numpy is None else [numpy.random]
-        self._access = list(map(_access, [*_defaults(devices), random, *of_numpy, *own]))
+        of_host = [random, *([] if numpy is None else [numpy.random])] if host else []
+        self._access = list(map(_access, [*_defaults(devices), *of_host, *own]))
         self.states = [read() for read, _ in self._access]
 
     def restore(self) -> None:
@@ -49,46 +51,41 @@ class Streams:
     def __init__(self, devices: frozenset[torch.device], number: int) -> None:
         """Derive them; the generators are left as they are."""
         self.devices = devices
-        self._generators = _defaults(devices)
         self._before = self.state()
-        self._begun: dict[int, list[Tensor]] = {}  # where each stream begins
-        self._left: list[Tensor] = []  # where the latest forward to end has left them
+        self._begun: dict[int, Randomness] = {}  # where each stream begins
+        self._left: Randomness | None = None  # where the latest forward to end has left its stream
         self._drawn: set[int] = set()
-        self._seeds = [[_seed(state, each) for state in self._before] for each in range(number)]
+        self._seeds = [[_seed(state, each) for state in self._before.states] for each in range(number)]
 
     def begin(self, number: int) -> None:
         """Put a micro-batch's stream in force, from its beginning."""
-        for generator, seed in zip(self._generators, self._seeds[number], strict=True):
+        for generator, seed in zip(_defaults(self.devices), self._seeds[number], strict=True):
             generator.manual_seed(seed)
         self._begun[number] = self.state()
 
-    def state(self) -> list[Tensor]:
-        """Return how far the stream in force has come."""
-        return [generator.get_state() for generator in self._generators]
-
-    def go_on(self, state: Sequence[Tensor]) -> None:
-        """Put a stream in force where it was left."""
-        for generator, each in zip(self._generators, state, strict=True):
-            generator.set_state(each)
+    def state(self) -> Randomness:
+        """Return how far the stream in force has come; its `restore` puts it in force again."""
+        return Randomness(self.devices, host=False)
 
     def end(self, number: int) -> None:
         """Note which generators the forward of a micro-batch has drawn from."""
         self._left = self.state()
-        self._note_drawn(self._begun[number])
+        self._note_drawn(self._begun[number], self._left)
 
     def close(self) -> None:
         """Put the generators back; one that was drawn from goes on by a number, lest the next window draw the same.
 
         Those who draw may be in backward, as noise on gradients is, or on another thread.
         """
-        self._note_drawn(self.state())
-        self.go_on(self._before)
-        for place in self._drawn:
-            generator = self._generators[place]
-            torch.rand((), generator=generator, device=generator.device)
+        if self._left is not None:
+            self._note_drawn(self._left, self.state())
+        self._before.restore()
+        for place, generator in enumerate(_defaults(self.devices)):
+            if place in self._drawn:
+                torch.rand((), generator=generator, device=generator.device)
 
-    def _note_drawn(self, states: Sequence[Tensor]) -> None:
-        pairs = enumerate(zip(states, self._left, strict=False))
+    def _note_drawn(self, one: Randomness, other: Randomness) -> None:
+        pairs = enumerate(zip(one.states, other.states, strict=True))
         self._drawn |= {place for place, pair in pairs if not torch.equal(*pair)}
 
 
@@ -97,25 +94,20 @@ class Draws:
 
     def __init__(self, streams: Streams) -> None:
         """Note where all generators are before the run."""
-        self._devices = streams.devices
-        self._before = self._after = Randomness(self._devices)
+        self._devices, self._before, self._any = streams.devices, Randomness(streams.devices), False
 
     def settle(self) -> None:
-        """The run is over: note where they are now."""
-        self._after = Randomness(self._devices)
+        """The run is over: note whether it has drawn."""
+        self._any = self._before.drawn()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside, and go on afterwards where all generators are now."""
-        if all(map(_is_same, self._before.states, self._after.states)):
+        with ExitStack() as around:
+            if self._any:
+                around.callback(Randomness(self._devices).restore)
+                self._before.restore()
             yield
-            return
-        now = Randomness(self._devices)
-        self._before.restore()
-        try:
-            yield
-        finally:
-            now.restore()
 
 
 def is_generator(value: object) -> bool:
