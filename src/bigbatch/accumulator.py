@@ -165,7 +165,7 @@ class Accumulator:
         """
         loop, window, admission, added = self._loop, self._window, self._admission, None
         try:
-            alike = None if count is not None else self._alike
+            alike = self._alike if count is None else None
             number = None if alike is None else self._count_alike(alike, loop, loss)
             terms = [] if number else self._admitted(loop, loss, count)
             loop.spent, added = loop.of_over, False
@@ -173,15 +173,14 @@ class Accumulator:
                 window = self._opened()
             if number and alike is not None:
                 window.add_alike(loss, number, alike)
-            elif loop.repeated:
-                with admission.sparing_others():
-                    window.pass_by(loss, only_own=admission.only_own)
-            elif admission.only_own:
-                again = count is None and self._counts is None and not admission.is_wary
-                self._alike = window.add(loss, terms, reading=admission.reader.plain if again else None)
             else:
+                again = count is None and self._counts is None and not admission.is_wary
+                reading, own = admission.reader.plain if again else None, admission.only_own
                 with admission.sparing_others():
-                    self._alike = window.add(loss, terms, only_own=False)
+                    if loop.repeated:
+                        window.pass_by(loss, only_own=own)
+                    else:
+                        self._alike = window.add(loss, terms, only_own=own, reading=reading)
             window.state, added = OPEN, True
             if loop.last or window.passes >= self._steps:
                 return self._close(window, checked=True)
@@ -245,7 +244,11 @@ class Accumulator:
         arguments.loss(loss)
         if asked_anywhere[0] != self._questions.anywhere or loop.spent:
             self._questions.check(loss, loop.asked if loop.of_over else None)
-            loop.refuse_second()
+        if loop.spent:
+            raise WindowError(
+                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.",
+                fix="accumulator.backward(loss_real + loss_fake), once",
+            )
         if self._window is None:
             self._look_around()
         if count is not None:
@@ -472,22 +475,17 @@ class Accumulator:
             if self._window is None:
                 self._stepper.refuse_backward_by_hand()
             self._team.check_last_batch()
-        loop.last = True
+        loop.last, nothing = True, None if self._counts is None else ()
         after = no_loop()  # made now: an error after the last update would not tell of it
         self.flush()
         while not (self._team.is_alone or self._team.sharded) and (loop.promised or self._team.others_go_on):
+            window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, nothing)
             loop.last = True
-            self._close_without_batches()
+            try:
+                self._close(window)
+            except BaseException:
+                if window.untouched:  # nothing of this rank is in it
+                    self.discard()
+                raise
         if self._loop is loop:  # another one may have begun since
             self._loop = after
-
-    def _close_without_batches(self) -> None:
-        """Take part in a window of others, who have batches left."""
-        nothing = None if self._counts is None else ()
-        window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, nothing)
-        try:
-            self._close(window)
-        except BaseException:
-            if window.untouched:  # nothing of this rank is in it
-                self.discard()
-            raise

@@ -146,6 +146,7 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scaler": ("a torch.amp.GradScaler", lambda found: isinstance(found, GradScaler)),
     "lengths": ("the name of a mask or a function from a batch", lambda x: isinstance(x, str) or callable(x)),
     "collate": ("a function from a list of samples to a batch", callable),
+    "evaluate": ("a function of the model", lambda f: callable(f) and takes(f, 1)),
 }
 
 

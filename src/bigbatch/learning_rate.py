@@ -28,7 +28,7 @@ from bigbatch.errors import ConfigurationError
 
 Rule = Literal["auto", "linear", "sqrt"]
 
-ADAM_FAMILY = (Adam, Adamax, NAdam, RAdam, SparseAdam)  # AdamW is an Adam
+_BY_ROOT = (Adam, Adamax, NAdam, RAdam, SparseAdam, RMSprop)  # AdamW is an Adam
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,8 @@ def scale_lr(
     what = ", the samples behind one optimizer step: micro-batch x steps x ranks"
     kappa = arguments.positive("to_batch", to_batch, what) / arguments.positive("from_batch", from_batch, what)
     factor = kappa if chosen == "linear" else math.sqrt(kappa)
-    has_beta2 = scale_beta2 and isinstance(optimizer, (*ADAM_FAMILY, RMSprop))
-    each = enumerate(optimizer.param_groups)
-    groups = tuple(_scale_group(at, group, kappa, factor, scale_beta2=has_beta2) for at, group in each)
+    power = kappa if scale_beta2 and isinstance(optimizer, _BY_ROOT) else None
+    groups = tuple(_scale_group(*each, factor, power) for each in enumerate(optimizer.param_groups))
     # Only now that every group has passed: a refusal leaves the optimizer as it was.
     for group, change in zip(optimizer.param_groups, groups, strict=True):
         group["lr"] = _replaced(group["lr"], change.lr_after)
@@ -139,22 +138,19 @@ def _check_optimizer(function: str, optimizer: object) -> None:
 
 def _choose_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
     """Return the rule asked for, or the one that the optimizer's class is known to follow."""
-    if rule not in get_args(Rule):
-        raise ConfigurationError(f"rule is one of {', '.join(get_args(Rule))}.", found=repr(rule))
+    arguments.one_of("rule", rule, *get_args(Rule))
     if rule != "auto":
         return rule
-    if isinstance(optimizer, SGD):
-        return "linear"
-    if isinstance(optimizer, (*ADAM_FAMILY, RMSprop)):
-        return "sqrt"
+    if isinstance(optimizer, (SGD, *_BY_ROOT)):
+        return "linear" if isinstance(optimizer, SGD) else "sqrt"
     raise ConfigurationError(
         f"No published rule is known here for {type(optimizer).__name__}: name the one that it follows.",
         fix='scale_lr(..., rule="linear")  # where steps grow with gradients, as SGD\'s; rule="sqrt" where they do not',
     )
 
 
-def _scale_group(index: int, group: dict[str, Any], kappa: float, factor: float, *, scale_beta2: bool) -> GroupScaling:
-    """Return what one group is to become."""
+def _scale_group(index: int, group: dict[str, Any], factor: float, power: float | None) -> GroupScaling:
+    """Return what one group is to become: its rate times a factor, its beta2 perhaps to a power."""
     if "initial_lr" in group:
         raise ConfigurationError(
             f"Parameter group {index} has an initial_lr: a scheduler was made from this optimizer, or its state was "
@@ -165,14 +161,14 @@ def _scale_group(index: int, group: dict[str, Any], kappa: float, factor: float,
     after = before * factor
     if not math.isfinite(after) or before < 0:
         raise ConfigurationError(f"Parameter group {index} would go from lr {before:g} to {after:g}.")
-    if not scale_beta2:
+    if power is None:
         return GroupScaling(before, after)
     decay = float(group["alpha"] if "alpha" in group else group["betas"][1])
-    scaled: float = decay**kappa
+    scaled: float = decay**power
     if decay > 0 and not min(decay, 0.5) <= scaled < 1:  # it would forget all at once, or nothing ever
         raise ConfigurationError(
             f"Parameter group {index} has beta2={decay:g}, a half-life of {math.log(0.5) / math.log(decay):.3g} "
-            f"updates, which cannot be kept: in batches {kappa:g} times the size beta2 would be {scaled:.3g}.",
+            f"updates, which cannot be kept: in batches {power:g} times the size beta2 would be {scaled:.3g}.",
             fix="scale_lr(...) without scale_beta2, which scales the rate alone",
         )
     return GroupScaling(before, after, decay, scaled)

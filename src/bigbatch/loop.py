@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch.batch.tree import digest
-from bigbatch.errors import BatchError, ConfigurationError, WindowError
+from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.loss.count import Count, TotalOfSum, checked_count, finite
 
 Batch = TypeVar("Batch")
@@ -31,14 +31,6 @@ class Loop:
     repeated: bool = False  # whether it was given out before, so that this rank passes by with the others
     asked: int = 0  # how often anyone had asked for other micro-batches when it was given out
     promised: bool = True  # whether other ranks expect a window of it: those that begin expect one at least
-
-    def refuse_second(self) -> None:
-        """Refuse another loss of a batch that was given out once."""
-        if self.spent:
-            raise WindowError(
-                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.",
-                fix="accumulator.backward(loss_real + loss_fake), once",
-            )
 
 
 def no_loop() -> Loop:

@@ -85,7 +85,7 @@ def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
         found = f"one that takes {signature(loss_fn)}"
     raise ConfigurationError(
         f"loss_fn must be a function loss_fn(model, batch) -> loss; found {found}.",
-        fix="BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))",
+        fix="lambda model, batch: criterion(model(batch[0]), batch[1])",
     )
 
 

@@ -17,9 +17,7 @@ from bigbatch.batch.split import balanced
 from bigbatch.default_loss import own_loss
 from bigbatch.distributed.discovery import refuse_tensor_parallelism
 from bigbatch.errors import BigBatchError, ConfigurationError
-
-_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
-_CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
+from bigbatch.options import checked_loss_fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +79,20 @@ class Setup:
     def __post_init__(self) -> None:
         model: object = self.model
         if not isinstance(model, nn.Module):
-            found = getattr(model, "__name__", type(model).__name__)
-            raise ConfigurationError("model must be one nn.Module.", found=found)
+            raise ConfigurationError("model must be one nn.Module.", found=type(model).__name__)
         refuse_tensor_parallelism([model])
         optimizers = arguments.optimizers(self.optimizer, arguments.models(model))
+        arguments.schedulers(self.scheduler, optimizers)
         arguments.positive("batch_size", self.batch_size)
         arguments.positive("epochs", self.epochs)
         size = self.batch_size if self.micro_batch_size is None else self.micro_batch_size
         if arguments.positive("micro_batch_size", size) > self.batch_size:
             found = f"batch_size={self.batch_size}, micro_batch_size={size}"
             raise ConfigurationError("A micro-batch is a part of the batch.", found=found)
-        _check_data(self.data, collated=self.collate is not None)
-        for name, parameters in _CALLS.items():
-            _check_function(name, getattr(self, name), parameters)
+        _check_data(self.data)
+        checked_loss_fn(self.loss_fn)
+        arguments.optional(collate=self.collate, evaluate=self.evaluate, counts=self.counts)
         arguments.optional(clip_norm=self.clip_norm, scaler=self.scaler, gradient_dtype=self.gradient_dtype)
-        arguments.schedulers(self.scheduler, optimizers)
         arguments.one_of("batch_norm", self.batch_norm, "exact", "refuse", "micro")
         arguments.truths(skip_nonfinite=self.skip_nonfinite)
 
@@ -135,29 +132,16 @@ def calling(what: str) -> Iterator[None]:
         raise UserCodeError(f"{what} failed") from error
 
 
-def _check_data(data: Any, *, collated: bool) -> None:
+def _check_data(data: Any) -> None:
     """Accept samples, one by one, and at least one of them."""
     if isinstance(data, IterableDataset):
         return
-    fix = "data=TensorDataset(inputs, labels), data=list(samples), or data=loader.dataset"
     is_sequence = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, str | bytes | Mapping | DataLoader) or not is_sequence:
-        problem = "data must be samples, which a Setup cuts into batches: a torch Dataset or a sequence."
-        raise ConfigurationError(problem, found=type(data).__name__, fix=fix)
+        raise ConfigurationError(
+            "data must be samples, which a Setup cuts into batches: a torch Dataset or a sequence.",
+            found=type(data).__name__,
+            fix="data=TensorDataset(inputs, labels), data=list(samples), or data=loader.dataset",
+        )
     if not len(data):
         raise ConfigurationError("data has no samples: see the path, filter or split that made it.")
-    columns = not collated and isinstance(data, list | tuple) and all(isinstance(each, Tensor) for each in data)
-    if columns and len({each.shape for each in data}) > 1:
-        problem = f"data has {len(data)} samples, tensors of different shapes, which make no batch: are they columns?"
-        raise ConfigurationError(problem, fix=fix)
-
-
-def _check_function(name: str, function: object, parameters: str) -> None:
-    """Accept what can be called with these parameters; a criterion is a likely slip."""
-    home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", "")
-    is_criterion = name == "loss_fn" and home in {"torch.nn.modules.loss", "torch.nn.functional"}
-    takes_them = callable(function) and arguments.takes(function, len(parameters.split(", ")))
-    if function is not None and (is_criterion or not takes_them):
-        found = getattr(function, "__name__", type(function).__name__)
-        fix = _LOSS_FN if is_criterion else f"def {name}({parameters}): ..."
-        raise ConfigurationError(f"{name} must be a function of ({parameters}).", found=found, fix=fix)

@@ -196,19 +196,18 @@ NONSENSE: dict[str, dict[str, Any]] = {
     "data of a loader": {"data": DataLoader([1, 2])},  # type: ignore[arg-type]
     "data of a path": {"data": "train.csv"},
     "data empty": {"data": []},
-    "data of columns": {"data": (torch.ones(70, 5), torch.ones(70))},
     "model of a class": {"model": nn.Linear},
     "model of several": {"model": [nn.Linear(5, 3)]},
     "loss_fn of a criterion": {"loss_fn": nn.MSELoss()},
     "loss_fn of one argument": {"loss_fn": lambda outputs: outputs},
-    "evaluate of no argument": {"evaluate": lambda: {"a": 1}},
-    "collate of a list": {"collate": [1]},
-    "batch_norm maybe": {"batch_norm": "maybe"},
 }
 CHECKED_ELSEWHERE: dict[str, Any] = {
     "optimizer": "sgd",
     "clip_norm": 0,
     "scheduler": "cosine",
+    "collate": [1],
+    "evaluate": lambda: {"a": 1},
+    "batch_norm": "maybe",
     "scaler": 1024,
     "gradient_dtype": torch.int8,
     "skip_nonfinite": "yes",
