@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +23,22 @@ from bigbatch.distributed.team import Team
 from bigbatch.errors import (
     BatchError,
     ConfigurationError,
-    OutOfMemory,
     SeveralCounts,
     StateError,
     WindowBroken,
     WindowError,
     spoken_to_step,
 )
-from bigbatch.execute.execution import Divider, Execution, remedy
+from bigbatch.execute.execution import (
+    AFTER_THE_STATEMENT,
+    AMONG_RANKS,
+    AT_THE_STEP,
+    Divider,
+    Execution,
+    is_short,
+    no_room,
+    remedy,
+)
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.run import Together
@@ -38,7 +46,7 @@ from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
 from bigbatch.options import Options, checked_loss_fn, checked_options, checked_size, refuse_lazy
 from bigbatch.state import scope
-from bigbatch.state.oom import is_out_of_memory, let_go, missing
+from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.state.snapshot import Buffers, Snapshot, devices_of, untouched, warn_of_written
 from bigbatch.update import Update
@@ -48,6 +56,7 @@ from bigbatch.window.window import OPEN, Window
 
 STATE_VERSION = 1
 _COUPLED = "samples are coupled (BatchNorm in training mode, or across in the loss or the model)"
+_Made = tuple[Update, Buffers, list[str]]  # buffers as they were, and the names of those that forwards have changed
 _ALL_RANKS = "every pass through a model that is sharded with fully_shard needs all ranks"
 
 
@@ -96,7 +105,6 @@ class BigStep:
         scaler: GradScaler | None = None,
         options: Options | None = None,
     ) -> None:
-        """Check every argument; nothing is changed yet."""
         self._options = options = checked_options(options)
         with spoken_to_step():
             self._models = arguments.models(model, ranks=True)
@@ -130,7 +138,7 @@ class BigStep:
         self._buffers: Buffers | None = None  # as they were, and which of them move
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
         self._told_of_buffers = False  # that a forward writes to some
-        self._divided_again = False  # whether memory has run out before a batch was cut
+        self._cut_again = False  # whether memory has run out before a batch was cut
         self._padding: Padding | None = None
         self._stepper.watch()
         self._team.serve(self)
@@ -165,55 +173,50 @@ class BigStep:
             )
         self._stepper.rest()
         try:
-            return self._finished(batch, stepping=stepping)
+            with self._team.telling_of_failure(self._mover.device), spoken_to_step():
+                if batch is None and not self._team.is_alone:
+                    return self._empty(stepping=stepping)
+                update, before, written = self._made(batch, stepping=stepping)
+            # The optimizer has stepped: what fails from here on must not make the step again.
+            self._mover.settle()
+            self._check.passed(stepped=update._skipped is not True)  # noqa: SLF001 - no device is waited for
+            if written and not self._told_of_buffers:
+                self._told_of_buffers = True
+                warn_of_written(written)
+            self._buffers = before.settle()
         except BaseException as error:
             if self._stepper.began:
                 self._stepper.give_up(error)
             raise
-
-    def _finished(self, batch: Any, *, stepping: bool) -> Update:
-        with self._team.telling_of_failure(self._mover.device):
-            if batch is None and not self._team.is_alone:
-                return self._empty(stepping=stepping)
-            whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
-            self._shared = whole.shared
-            self._divided_again = False
-            with spoken_to_step():
-                done = self._made(whole, stepping=stepping)
-        # The optimizer has stepped: what fails from here on must not make the step again.
-        self._mover.settle()
-        self._check.passed(stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
-        if done.written and not self._told_of_buffers:
-            self._told_of_buffers = True
-            warn_of_written(done.written)
-        self._buffers, self._padding = done.buffers.settle(), done.padding
-        return done.update
+        return update
 
     def _empty(self, *, stepping: bool) -> Update:
         """Take part in an update without samples of one's own."""
         if self._team.sharded:
             fix = "samples without targets that count:  labels.fill_(-100)"
             raise BatchError(f"this rank has no samples in this update, and {_ALL_RANKS}.", fix=fix)
-        while True:
-            window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._execution.count_first else None)
-            try:
-                return window.close(stepping=stepping)
-            except SeveralCounts:
-                if self._execution.count_first:
-                    raise
-                self._execution = replace(self._execution, count_first=True)
-            except WindowError as error:
-                self._admission.open()
-                why, fix = str(error), ""
-                if self._needs_lockstep():
-                    why = f"{_COUPLED}, so that ranks meet in the midst of a batch. Nothing was stepped."
-                    fix = "a part of each batch for every rank, batch[rank::size]; leave out a batch of fewer samples"
-                raise WindowError(f"this rank has no samples in this update, and {why}", fix=fix) from error
-            finally:
-                window.discard()
+        window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._execution.count_first else None)
+        try:
+            return window.close(stepping=stepping)
+        except SeveralCounts:
+            if self._execution.count_first:
+                raise
+        except WindowError as error:
+            self._admission.open()
+            why, fix = str(error), ""
+            if self._needs_lockstep():
+                why = f"{_COUPLED}, so that ranks meet in the midst of a batch. Nothing was stepped."
+                fix = "a part of each batch for every rank, batch[rank::size]; leave out a batch of fewer samples"
+            raise WindowError(f"this rank has no samples in this update, and {why}", fix=fix) from error
+        finally:
+            window.discard()
+        self._execution = replace(self._execution, count_first=True)
+        return self._empty(stepping=stepping)
 
-    def _made(self, whole: Batch, *, stepping: bool) -> "_Done":
+    def _made(self, batch: Any, *, stepping: bool) -> _Made:
         """Make the update, in as many tries as there are remedies for what goes wrong."""
+        whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
+        self._shared, self._cut_again = whole.shared, False
         while True:
             division: Division | None = None
             self._mover.at = None
@@ -229,15 +232,16 @@ class BigStep:
 
     def _divided(self, whole: Batch) -> Division:
         """Choose how to run the batch, and cut it."""
-        self._admission.open()
+        admission = self._admission
+        admission.open()
         lockstep = self._needs_lockstep()
-        self._admission.run_side_by_side(lockstep)
+        admission.run_side_by_side(lockstep)
         if self._team.sharded and lockstep:
             fix = "DistributedDataParallel, BatchNorm in eval mode (layer.eval()), or GroupNorm"
             raise ConfigurationError(f"{_COUPLED}, and {_ALL_RANKS}: micro-batches cannot wait in its midst.", fix=fix)
-        self._admission.look()
+        admission.look()
         division = self._divider.divide(whole, self._run_one, lockstep=lockstep)
-        self._admission.warn_of_hooks(several=len(division) > 1 or not self._team.is_alone)
+        admission.warn_of_hooks(several=len(division) > 1 or not self._team.is_alone)
         return division
 
     def _needs_lockstep(self) -> bool:
@@ -245,77 +249,128 @@ class BigStep:
 
     def _run_one(self, micro_batch: Any, division: Division) -> None:
         """Run a micro-batch as a window would, for its memory and time."""
-        ragged = division.longest is not None
-        if self._admission.side_by_side:
-            try_one = partial(self._runner.try_once, ragged=ragged, side_by_side=True)
-            self._together.rehearse(try_one, micro_batch, division.sizes[0])
+        side_by_side = bool(self._admission.side_by_side)
+        run = partial(self._runner.try_once, ragged=division.longest is not None, side_by_side=side_by_side)
+        if side_by_side:
+            self._together.rehearse(run, micro_batch, division.sizes[0])
         else:
-            self._runner.try_once(micro_batch, ragged=ragged)
+            run(micro_batch)
 
     def _better(self, error: BaseException, division: Division | None) -> Execution | None:
         """Return how to try again; None where there is no remedy, or no other try is allowed.
 
         None is, once the step has begun or traces are left, or other ranks have heard of this window.
         """
-        now = self._execution
+        now, team, short, side_by_side = (
+            self._execution,
+            self._team,
+            is_short(error),
+            bool(self._admission.side_by_side),
+        )
+        if short and self._stepper.began:
+            raise no_room(error, *AT_THE_STEP) from error
         if self._stepper.began or isinstance(error, WindowBroken):
             return None
         if isinstance(error, OthersTryAgain):
             let_go(error)
             return now
         if isinstance(error, SeveralCounts) and not now.count_first:
-            if self._team.sharded:
+            if team.sharded:
                 return None
-            self._team.tell_of_several(self._mover.device)
-        if isinstance(error, NeedsLockStep | SeveralCounts):
-            return remedy(now, error)
-        if self._others_wait(error, division):
-            return None
-        return remedy(now, error) or (now if self._has_room(error, division) else None)
+            team.tell_of_several(self._mover.device)
+        if not isinstance(error, NeedsLockStep | SeveralCounts):
+            # Where others wait for this rank in the midst of a window, it cannot try again alone.
+            inside = not team.is_alone and (team.elsewhere or team.sharded or is_of_the_wire(error))
+            if short and (team.spoken or (inside and division is not None)):
+                raise no_room(error, *(AFTER_THE_STATEMENT if team.spoken else AMONG_RANKS)) from error
+            if team.spoken or inside:
+                return None
+        better = remedy(now, error, side_by_side=side_by_side)
+        return better or (now if self._has_room(error, division, side_by_side=side_by_side) else None)
 
-    def _others_wait(self, error: BaseException, division: Division | None) -> bool:
-        """Whether other ranks wait for this one in the midst of a window: then it cannot try again alone."""
-        team, short = self._team, _is_short(error)
-        inside = not team.is_alone and (team.elsewhere or team.sharded or is_of_the_wire(error))
-        if short and team.spoken:
-            raise OutOfMemory(
-                f"out of memory in adding up the gradients of all ranks; {missing(error)}. This rank has told the "
-                "others what it counted, so it cannot try again alone: they wait, or have stepped. Nothing was stepped "
-                "here: go on from a checkpoint.",
-                fix="a smaller micro_batch_size or memory=, which leaves more room beside the gradients",
-            ) from error
-        if short and inside and division is not None:
-            raise OutOfMemory(
-                "out of memory in a pass in which ranks wait for each other (a sharded model, BatchNorm in training "
-                f"mode, `across`); {missing(error)}. This rank cannot try again alone: the others wait in the midst of "
-                "it, and end with an error, too.",
-                fix="a smaller micro_batch_size, or activation checkpointing",
-            ) from error
-        return team.spoken or inside
-
-    def _has_room(self, error: BaseException, division: Division | None) -> bool:
+    def _has_room(self, error: BaseException, division: Division | None, *, side_by_side: bool) -> bool:
         """Make room for another try where memory has run out, or have activations wait elsewhere."""
-        short = _is_short(error)
+        short = is_short(error)
         # Captured windows hold a window's memory, and it may fit without them.
-        if not (short and self._runner.forget_windows()):
-            elsewhere = self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)
-            if not elsewhere and not (short and self._may_divide_again(division, error)):
-                return False
-            if short:
-                self._runner.forget()
+        found = (short and self._runner.forget()) or (
+            side_by_side and self._together.fall_back(error, out_of_memory=short)
+        )
+        if not found and (not short or (division is None and self._cut_again)):
+            return False
+        if not found and division is not None:
+            self._divider.shrink(division, error, lockstep=side_by_side)
+        elif not found:
+            self._cut_again = True  # packing may fit once short cuts have let go
         let_go(error)
         team: Any = self._team
-        if not team.is_alone and self._admission.side_by_side:
+        if not team.is_alone and side_by_side:
             team.try_again(self._mover.device)  # they are on their way through this window, and begin anew, too
         return True
 
-    def _may_divide_again(self, division: Division | None, error: BaseException) -> bool:
-        """Take smaller micro-batches. Where there are none yet, packing may fit once short cuts have let go."""
-        if division is not None:
-            self._divider.shrink(division, error, lockstep=bool(self._admission.side_by_side))
-            return True
-        again, self._divided_again = not self._divided_again, True
-        return again
+    def _attempt(self, division: Division, *, stepping: bool) -> _Made:
+        """Make the update, or leave everything as it was."""
+        division.batch.refuse_changed()  # by a probe, or by an attempt before
+        before = Snapshot(self._models, self._buffers, self._devices)
+        window: Window | None = None
+        totals: tuple[Count, ...] | None = None
+        side_by_side = bool(self._admission.side_by_side)
+        try:
+            if side_by_side:
+                self._admission.look_at_compiled()
+            looked = self._check(division, self._together.each if side_by_side else None)
+            if self._execution.count_first and not side_by_side:
+                with untouched(self._models, before=self._buffers):
+                    totals = self._runner.totals(self._mover.micro_batches(division))
+            division.batch.refuse_changed()  # by counting or checking
+            with self._runner.window(ragged=division.longest is not None, side_by_side=side_by_side):
+                window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
+                micro_batches = self._mover.micro_batches(division)
+                if side_by_side:
+                    self._meet_with(division)
+                    extras = self._together.run(window, micro_batches, division.sizes)
+                else:
+                    extras = self._one_by_one(window, micro_batches, division)
+                together = joined(extras, division.sizes, division.order)  # takes memory: before the step
+                looks = looked and len(division) > 1
+                written = before.buffers.written(self._together.statistics) if looks else []
+                update = window.close(stepping=stepping)
+                if not stepping and self._options.cuda_graph:  # the next replay writes to the same places
+                    for p in window.gradients.parameters:
+                        p.grad = None if p.grad is None else p.grad.clone()
+        except BaseException as error:
+            with ExitStack() as undone:  # from the last to the first, whatever fails in another
+                if not self._stepper.began:
+                    undone.callback(before.restore)
+                if window is not None:
+                    undone.callback(window.discard)
+                    undone.callback(window.discard)  # an interrupt may end the other at its first line
+                if is_out_of_memory(error):
+                    let_go(error, told=True)  # what restores takes memory, too
+            raise
+        self._padding = division.padding
+        return replace(update, extras=together), before.buffers, written
+
+    def _one_by_one(self, window: Window, micro_batches: Iterator[Any], division: Division) -> list[Any]:
+        """Run micro-batches one after the other. Through a sharded model ranks make as many passes as any has."""
+        team, passes = self._team, 0
+        if team.sharded:
+            passes, team.elsewhere = team.most(len(division), self._mover.device), True
+        extras = self._runner.run(window, micro_batches, division)
+        for _ in range(passes - len(division)):  # they add nothing
+            loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
+            with self._admission.sparing_others():
+                window.pass_by(loss)
+            window.state = OPEN
+        if not team.is_alone:
+            team.elsewhere = False  # all have made them, and come to their statements
+        return extras
+
+    def _meet_with(self, division: Division) -> None:
+        """Make sure that what waits while micro-batches run side by side has room."""
+        self._admission.side_by_side = len(division)
+        micro_batch = lambda: self._mover.moved(division.micro_batch(0))  # noqa: E731
+        shape = str(division.batch.signature())
+        self._together.make_room(micro_batch, division.sizes, shape, self._sizes.budget())
 
     @property
     def padding(self) -> Padding | None:
@@ -349,102 +404,6 @@ class BigStep:
             problem = f"this is not the state_dict() of a BigStep: it should hold version {STATE_VERSION} and sizes."
             raise StateError(problem, found=found)
         self._sizes.load_state_dict(state["sizes"])
-
-    def _attempt(self, division: Division, *, stepping: bool) -> "_Done":
-        """Make the update, or leave everything as it was."""
-        division.batch.refuse_changed()  # by a probe, or by an attempt before
-        before = Snapshot(self._models, self._buffers, self._devices)
-        window: Window | None = None
-        side_by_side = bool(self._admission.side_by_side)
-        ragged = division.longest is not None
-        try:
-            if side_by_side:
-                self._admission.look_at_compiled()
-            looked = self._check(division, self._together.each if side_by_side else None)
-            totals = self._counted_ahead(division) if self._execution.count_first and not side_by_side else None
-            division.batch.refuse_changed()  # by counting or checking
-            with self._runner.window(ragged=ragged, side_by_side=side_by_side):
-                window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
-                micro_batches = self._mover.micro_batches(division)
-                if side_by_side:
-                    self._meet_with(division)
-                    extras = self._together.run(window, micro_batches, division.sizes)
-                else:
-                    extras = self._one_by_one(window, micro_batches, division)
-                together = joined(extras, division.sizes, division.order)  # takes memory: before the step
-                looks = looked and len(division) > 1
-                written = before.buffers.written(self._together.statistics) if looks else []
-                update = self._closed(window, stepping=stepping)
-        except BaseException as error:
-            with ExitStack() as undone:  # from the last to the first, whatever fails in another
-                if not self._stepper.began:
-                    undone.callback(before.restore)
-                if window is not None:
-                    undone.callback(window.discard)
-                    undone.callback(window.discard)  # an interrupt may end the other at its first line
-                if is_out_of_memory(error):
-                    let_go(error, told=True)  # what restores takes memory, too
-            raise
-        return _Done(replace(update, extras=together), before.buffers, division.padding, written)
-
-    def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
-        with untouched(self._models, before=self._buffers):
-            return self._runner.totals(self._mover.micro_batches(division))
-
-    def _one_by_one(self, window: Window, micro_batches: Iterator[Any], division: Division) -> list[Any]:
-        """Run micro-batches one after the other. Through a sharded model ranks make as many passes as any has."""
-        team, passes = self._team, 0
-        if team.sharded:
-            passes, team.elsewhere = team.most(len(division), self._mover.device), True
-        extras = self._runner.run(window, micro_batches, division)
-        for _ in range(passes - len(division)):  # they add nothing
-            loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
-            with self._admission.sparing_others():
-                window.pass_by(loss)
-            window.state = OPEN
-        if not team.is_alone:
-            team.elsewhere = False  # all have made them, and come to their statements
-        return extras
-
-    def _meet_with(self, division: Division) -> None:
-        """Make sure that what waits while micro-batches run side by side has room."""
-        self._admission.side_by_side = len(division)
-        self._together.make_room(
-            lambda: self._mover.moved(division.micro_batch(0)),
-            division.sizes,
-            str(division.batch.signature()),
-            self._sizes.budget(),
-        )
-
-    def _closed(self, window: Window, *, stepping: bool) -> Update:
-        """Correct, clip and step; a step that ran out of memory halfway must not be made again."""
-        try:
-            update = window.close(stepping=stepping)
-        except BaseException as error:
-            if not is_out_of_memory(error) or not self._stepper.began:
-                raise
-            raise OutOfMemory(
-                f"out of memory in the optimizer's own step; {missing(error)}. It may have changed some parameters and "
-                "some of its state, so the step is not made again: load both from a checkpoint.",
-                fix="a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state",
-            ) from error
-        if not stepping and self._options.cuda_graph:  # the next replay writes to the same places
-            for p in window.gradients.parameters:
-                p.grad = None if p.grad is None else p.grad.clone()
-        return update
-
-
-class _Done(NamedTuple):
-    """An update that was made, and what was seen on the way."""
-
-    update: Update
-    buffers: Buffers
-    padding: Padding | None
-    written: list[str]  # buffers that each micro-batch has changed
-
-
-def _is_short(error: BaseException) -> bool:
-    return is_out_of_memory(error) and not isinstance(error, OutOfMemory)
 
 
 def _device(models: Sequence[nn.Module], team: Team) -> torch.device:

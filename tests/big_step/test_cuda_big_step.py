@@ -457,7 +457,7 @@ def test_packed_micro_batches_are_replayed_and_exact(loss: str, host: bool) -> N
         optimizer.step()
         assert distance(mine, true) < 1e-12
     assert step._runner.steps is not None
-    graphs = step._runner.steps.graphs
+    graphs = step._runner.steps
     assert graphs is not None
     assert graphs.replays > graphs.launches > 0
 
@@ -477,7 +477,7 @@ def test_a_table_that_grows_is_seen_by_all_graphs(kind: type[nn.Module]) -> None
         optimizer.step()
         assert distance(mine, true) < 1e-12
     assert step._runner.steps is not None
-    graphs = step._runner.steps.graphs
+    graphs = step._runner.steps
     assert graphs is not None
     assert graphs.replays > graphs.launches > 0
 
@@ -521,7 +521,7 @@ def test_autocast_that_is_switched_on_later_is_captured_anew() -> None:
                 step(text())
     assert distance(network, twin) < 5e-3
     assert mine._runner.steps is not None
-    graphs = mine._runner.steps.graphs
+    graphs = mine._runner.steps
     assert graphs is not None
     assert graphs.captures == 4
 

@@ -143,14 +143,13 @@ def test_a_window_that_cannot_be_captured_leaves_captured_micro_steps(monkeypatc
     graphs, runner = emulated(step, monkeypatch), step._runner
     whole_emulated(step, monkeypatch)
     error = NotCapturable("a whole window that draws random numbers")
-    error.of_window = True
     with pytest.warns(UserWarning, match="cannot be captured"):
-        better = remedy(step._execution, error)
+        better = remedy(step._execution, error, side_by_side=True)
     assert better is not None
     runner.follow(better)
     assert runner.whole is None
     assert runner.steps is not None
-    assert runner.steps.graphs is graphs
+    assert runner.steps is graphs
 
 
 def test_two_casts_that_overlap_leave_functions_as_they_were() -> None:

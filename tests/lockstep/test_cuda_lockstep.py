@@ -247,7 +247,7 @@ def test_a_window_is_replayed_whole(activations: Any, layout: torch.memory_forma
     batches = [images(size, number) for number, size in enumerate([11, 11, 11, 9, 11, 9, 9])]
     step = assert_big_batches(make, cross_entropy, batches, activations=activations, cuda_graph=True)
     assert step._runner.whole is not None
-    assert (step._runner.whole.graphs.launches, step._runner.whole.graphs.replays) == (2, 3)
+    assert (step._runner.whole.launches, step._runner.whole.replays) == (2, 3)
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
@@ -264,7 +264,7 @@ def test_a_contrastive_window_is_replayed_whole(activations: Any) -> None:
     make = lambda: Attending(0.0, torch.float64)  # noqa: E731
     step = assert_big_batches(make, contrasted, batches, activations=activations, cuda_graph=True)
     assert step._runner.whole is not None
-    assert step._runner.whole.graphs.replays == 3
+    assert step._runner.whole.replays == 3
 
 
 class Noise(nn.Module):
@@ -334,7 +334,7 @@ def test_a_replayed_window_under_autocast() -> None:
         step = step_of(network, low, cuda_graph=graph, activations="keep")
         for number in range(6):
             step(images(11, number, dtype=torch.float32))
-        assert step._runner.whole is None or step._runner.whole.graphs.replays == 4
+        assert step._runner.whole is None or step._runner.whole.replays == 4
     assert apart(*networks) < 1e-2
 
 

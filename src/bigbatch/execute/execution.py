@@ -19,7 +19,7 @@ from bigbatch.memory.meter import Stage
 from bigbatch.memory.search import Probe
 from bigbatch.memory.sizes import Sizes
 from bigbatch.options import Options
-from bigbatch.state.oom import let_go, missing
+from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
 
 
@@ -33,21 +33,55 @@ class Execution:
     graph_windows: bool = False  # windows in lock-step are captured
 
 
-def remedy(now: Execution, error: BaseException) -> Execution | None:
+def remedy(now: Execution, error: BaseException, *, side_by_side: bool) -> Execution | None:
     """Return how to run a batch where it failed with an error; None where this is no matter of how."""
-    if isinstance(error, NeedsLockStep):
-        return None if now.lockstep else replace(now, lockstep=True)
-    if isinstance(error, SeveralCounts):  # the graph cannot tell them before the last micro-batch
-        return None if now.count_first else replace(now, count_first=True)
-    if not isinstance(error, NotCapturable) or not (now.graph_steps or now.graph_windows):
+    asked = {
+        NeedsLockStep: {"lockstep": True},
+        SeveralCounts: {"count_first": True},  # the graph cannot tell them before the last micro-batch
+        # Micro-steps and windows in lock-step are apart, of other losses.
+        NotCapturable: {"graph_windows" if side_by_side else "graph_steps": False},
+    }
+    better = replace(now, **next((change for kind, change in asked.items() if isinstance(error, kind)), {}))
+    if better == now:
         return None
-    warnings.warn(
-        f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
-        "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
-        stacklevel=outside(),
-    )
-    # Micro-steps and windows in lock-step are apart, of other losses.
-    return replace(now, graph_windows=False) if error.of_window else replace(now, graph_steps=False)
+    if isinstance(error, NotCapturable):
+        warnings.warn(
+            f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
+            "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
+            stacklevel=outside(),
+        )
+    return better
+
+
+def is_short(error: BaseException) -> bool:
+    """Whether memory has run out, and nobody has said yet that nothing helps."""
+    return is_out_of_memory(error) and not isinstance(error, OutOfMemory)
+
+
+def no_room(error: BaseException, where: str, since: str, fix: str) -> OutOfMemory:
+    """Say where memory has run out for good, and what is true since."""
+    return OutOfMemory(f"out of memory {where}; {missing(error)}. {since}", fix=fix)
+
+
+# Where it is so, what is true since, and what to do, where nothing else is tried.
+AT_THE_STEP = (
+    "in the optimizer's own step",
+    "It may have changed some parameters and some of its state, so it is not made again: load both from a checkpoint.",
+    "a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state",
+)
+AFTER_THE_STATEMENT = (
+    "in adding up the gradients of all ranks",
+    (
+        "This rank has told the others what it counted, so it cannot try again alone: they wait, or have stepped. "
+        "Nothing was stepped here: go on from a checkpoint."
+    ),
+    "a smaller micro_batch_size or memory=, which leaves more room beside the gradients",
+)
+AMONG_RANKS = (
+    "in a pass in which ranks wait for each other (a sharded model, BatchNorm in training mode, `across`)",
+    "This rank cannot try again alone: the others wait in the midst of it, and end with an error, too.",
+    "a smaller micro_batch_size, or activation checkpointing",
+)
 
 
 class Divider:
@@ -61,7 +95,6 @@ class Divider:
         options: Options,
         mover: Mover,
     ) -> None:
-        """Know what is trained."""
         self._models, self._optimizers, self._sizes, self._options = models, optimizers, sizes, options
         self._mover = mover
         self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
@@ -107,11 +140,12 @@ class Divider:
         alone = division.longest is not None and at is not None and division.sizes[at] == 1
         if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
             let_go(error, told=True)
-            raise OutOfMemory(
-                f"out of memory with {what} at a time; {missing(error)}. The model, the optimizer and the random state "
-                "are as they were before this step.",
-                fix="activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), "
-                "shorter sequences, autocast to bfloat16, or an optimizer with less state",
+            raise no_room(
+                error,
+                f"with {what} at a time",
+                "The model, the optimizer and the random state are as they were before this step.",
+                "activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
+                "sequences, autocast to bfloat16, or an optimizer with less state",
             ) from error
         if division.longest is None:
             self._sizes.learn(division.batch.signature(), size // 2)

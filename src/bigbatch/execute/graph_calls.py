@@ -5,6 +5,7 @@ In lock-step the host wakes a thread at every exchange. But the order is fixed, 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.batch.split import Division
 from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.execute.graph_replay import MICRO_STEPS, WINDOWS, Replayed, copied, refuse_hidden, shape_of
+from bigbatch.execute.graph_replay import MICRO_STEPS, WINDOWS, Call, Replayed, copied, refuse_hidden, shape_of
 from bigbatch.loss.count import LOW_PRECISION, Term
 from bigbatch.state.snapshot import devices_of
 from bigbatch.window.stepper import Stepper
@@ -22,7 +23,6 @@ from bigbatch.window.window import Window
 if TYPE_CHECKING:
     from bigbatch.execute.micro_step import Runner
 
-Launch = Callable[[Window, Iterator[Any]], list[Any]]
 _SEVERAL = "its loss has several terms, and only one mean or sum can be captured"
 _LOW = "its loss is of low precision, which cannot hold a weight; compute it in float32"
 
@@ -35,13 +35,12 @@ class _Step(NamedTuple):
     extras: Any
 
 
-class ReplayedSteps:
+class ReplayedSteps(Replayed):
     """The captured micro-steps of one `BigStep`."""
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper) -> None:
-        """Have none yet."""
+        super().__init__(models, device, MICRO_STEPS, draws=True)
         self._stepper = stepper
-        self.graphs = Replayed(models, device, MICRO_STEPS, draws=True)
         # What a count is multiplied with to make the weight of a backward.
         self._unit = torch.ones((), dtype=torch.float64, device=device)
 
@@ -56,27 +55,23 @@ class ReplayedSteps:
         """Replay micro-batches whose shapes have come before, and `launch` the others; returns their extras."""
         if window.ledger.totals is not None:
             raise NotCapturable(_SEVERAL)
-        graphs, gradients, settings, extras = self.graphs, window.gradients, runner.settings(), list[Any]()
-        prepared = False
+        extras, is_set = list[Any](), False
 
         def prepare(step: _Step) -> None:
-            nonlocal prepared
-            if not prepared:
+            nonlocal is_set
+            if not is_set:
                 self._set_unit(window, step.terms)
-            prepared = True
+            is_set = True
 
-        with graphs.window(gradients, settings) as opened:
+        def enter(step: _Step) -> Any:
+            window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
+            return copied(step.extras)
+
+        call = Call(partial(launch, window), partial(self._recorded, runner), enter, prepare)
+        with self.window(call, window.gradients, runner.settings()) as run:
             for micro_batch in micro_batches:
                 shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
-                if shape and not graphs.is_new(shape) and opened:
-                    step: _Step = graphs.run(
-                        shape, micro_batch, lambda fixed: self._recorded(runner, fixed), gradients, before=prepare
-                    )
-                    window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
-                    extras.append(copied(step.extras))
-                else:
-                    extras.append(launch(window, micro_batch))
-                    graphs.renew(gradients, settings)  # a table may have been made, for a longer micro-batch
+                extras.append(run(shape, micro_batch))
         return extras
 
     def _recorded(self, runner: "Runner", micro_batch: Any) -> _Step:
@@ -116,19 +111,19 @@ def _with_own_count(term: Term) -> Term:
     return replace(term, count=term.count.clone()) if isinstance(term.count, Tensor) else term
 
 
-class WholeWindows:
+class WholeWindows(Replayed):
     """The captured windows of one `BigStep`."""
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper) -> None:
-        """Have none yet. A replay may draw no numbers: each micro-batch has a stream of its own."""
+        # A replay may draw no numbers: each micro-batch has a stream of its own.
+        super().__init__(models, device, WINDOWS, draws=False)
         self._models, self._stepper = models, stepper
-        self.graphs = Replayed(models, device, WINDOWS, draws=False)
 
     def run(
         self,
         window: Window,
         micro_batches: Iterable[Any],
-        launch: Launch,
+        launch: Callable[[Window, Iterator[Any]], list[Any]],
         *,
         settings: object,
         kind: str,
@@ -139,39 +134,31 @@ class WholeWindows:
         Windows of another `kind` are captured for themselves; `settings` are what all depend on beside; `reads` returns
         tensors that they read and nobody else holds.
         """
-        graphs, gradients, given = self.graphs, window.gradients, list(micro_batches)
-        try:
-            shape = f"{kind}; {shape_of(given)}"
-            with graphs.window(gradients, settings) as opened:
-                if graphs.is_new(shape) or not opened:
-                    self._refuse()
-                    extras = launch(window, iter(given))
-                    graphs.renew(gradients, settings)  # a first forward may have made tables, and counted in attributes
-                    return extras
-                extras, recorded = graphs.run(
-                    shape, given, lambda fixed: self._recorded(window, fixed, launch), gradients, reads=reads
-                )
-                window.take(recorded)
-        except NotCapturable as error:
-            error.of_window = True
-            raise
-        return list(copied(extras))
 
-    def _refuse(self) -> None:
-        if self._stepper.scaler is not None and self._stepper.scaler.is_enabled():
-            raise NotCapturable("a gradient scaler changes its scale, which a graph would keep")
-        devices = devices_of(self._models)
-        if len(devices) > 1:
-            raise NotCapturable(f"its parameters are on {len(devices)} devices")
+        def launched(given: list[Any]) -> list[Any]:
+            if self._stepper.scaler is not None and self._stepper.scaler.is_enabled():
+                raise NotCapturable("a gradient scaler changes its scale, which a graph would keep")
+            if len(devices_of(self._models)) > 1:
+                raise NotCapturable(f"its parameters are on {len(devices_of(self._models))} devices")
+            return launch(window, iter(given))
 
-    def _recorded(self, window: Window, fixed: list[Any], launch: Launch) -> tuple[list[Any], Ledger]:
-        """Run a window whose counts are not read."""
-        window.recording = True
-        try:
-            extras = launch(window, iter(fixed))
+        def recorded(given: list[Any]) -> tuple[list[Any], Ledger]:
+            window.recording = True  # counts are not read
+            try:
+                extras = launch(window, iter(given))
+            finally:
+                window.recording = False
             if isinstance(window.residual, Tensor) or window.residual != 1.0:
                 raise NotCapturable(_LOW)
             refuse_hidden(extras)
             return extras, window.recorded()
-        finally:
-            window.recording = False
+
+        def enter(found: tuple[list[Any], Ledger]) -> list[Any]:
+            window.take(found[1])
+            return list(copied(found[0]))
+
+        given = list(micro_batches)
+        shape = f"{kind}; {shape_of(given)}"
+        with self.window(Call(launched, recorded, enter, reads=reads), window.gradients, settings) as run:
+            extras: list[Any] = run(shape, given)
+        return extras

@@ -7,14 +7,14 @@ second time. Its inputs and the gradients lie at fixed addresses; what it return
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.batch.tree import PLAIN, leaves, mapped
-from bigbatch.execute.graph_guard import Guard
-from bigbatch.execute.graph_record import NotCapturable, Recorder
+from bigbatch.execute.graph_record import Guard, NotCapturable, Recorder
 from bigbatch.state.oom import is_out_of_memory
 from bigbatch.window.gradients import Gradients
 
@@ -32,6 +32,16 @@ MICRO_STEPS = Limits(kept=64, fresh=256, replays=16)
 WINDOWS = Limits(kept=8, fresh=32, replays=1)
 
 
+class Call(NamedTuple):
+    """What is launched, or captured and replayed, with the same inputs."""
+
+    launch: Callable[[Any], Any]  # returns extras
+    record: Callable[[Any], Any]  # is captured: each replay writes the tensors of its result anew
+    enter: Callable[[Any], Any]  # takes that result into the window; returns extras
+    before: Callable[[Any], object] = id  # gets it before each replay
+    reads: Callable[[], Sequence[Tensor]] = tuple  # tensors that it reads and nobody else holds
+
+
 @dataclass
 class Captured:
     """A call of some shapes, ready to be replayed."""
@@ -40,7 +50,7 @@ class Captured:
     inputs: dict[str, Tensor]
     result: Any  # its tensors lie where each replay writes them
     reached: list[bool]  # which parameters it adds a gradient to
-    reads: Sequence[Tensor]  # beside inputs: held, or their memory might be another's
+    reads: Sequence[Tensor]  # held, or their memory might be another's
 
     def replay(self, inputs: Any) -> None:
         """Run it on other inputs of the same shapes."""
@@ -51,7 +61,7 @@ class Captured:
 
 
 class Replayed:
-    """A call that is replayed where its inputs have the shapes of a capture, and launched by its owner elsewhere."""
+    """A call that is replayed where its inputs have the shapes of a capture, and launched elsewhere."""
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device, limits: Limits, *, draws: bool) -> None:
         """Have no captures yet; `draws`: a replay may draw random numbers of the device."""
@@ -65,22 +75,27 @@ class Replayed:
         self.launches = self.captures = self.replays = 0
 
     @contextmanager
-    def window(self, gradients: Gradients, settings: object) -> Iterator[bool]:
-        """Between two updates; yields whether calls can be replayed: it is known which parameters get a gradient."""
+    def window(self, call: Call, gradients: Gradients, settings: object) -> Iterator[Callable[[str, Any], Any]]:
+        """Between two updates; yields what runs the call with inputs of a shape, which is "" if it won't come again."""
         if self._guard.changed(gradients.parameters, settings):
             self.forget()
         opened = self._open(gradients)
-        yield opened
+
+        def run(shape: str, inputs: Any) -> Any:
+            if shape and not self._is_new(shape) and opened:
+                return call.enter(self._replayed(shape, inputs, call, gradients))
+            extras = call.launch(inputs)
+            # A table may have been made, for a longer micro-batch: graphs are captured anew, the window goes on.
+            if self._guard.changed(gradients.parameters, settings):
+                self.captured.clear()
+                self._recorder.forget()
+            return extras
+
+        yield run
         if opened:
             self._close(gradients)
         else:
             self._note(gradients)
-
-    def renew(self, gradients: Gradients, settings: object) -> None:
-        """Go on after a launch; where it has changed something, graphs are captured anew, the window goes on."""
-        if self._guard.changed(gradients.parameters, settings):
-            self.captured.clear()
-            self._recorder.forget()
 
     def forget(self) -> bool:
         """Drop all graphs, and the memory they hold; returns whether there were any."""
@@ -91,7 +106,7 @@ class Replayed:
         self._recorder.forget()
         return found
 
-    def is_new(self, shape: str) -> bool:
+    def _is_new(self, shape: str) -> bool:
         """Whether this shape has not come before: capturing it takes longer than launching it some times."""
         if shape in self._seen:
             return False
@@ -144,27 +159,14 @@ class Replayed:
             self._gradients, self._held = [], []
         gradients.remember()
 
-    def run(
-        self,
-        shape: str,
-        inputs: Any,
-        call: Callable[[Any], Any],
-        gradients: Gradients,
-        *,
-        before: Callable[[Any], object] = id,
-        reads: Callable[[], Sequence[Tensor]] = tuple,
-    ) -> Any:
-        """Return the result of a replay; its tensors are written by the next one. Captures where there is no graph.
-
-        `shape` is what `shape_of` says of the inputs. `before` is called before each replay with what the call has
-        returned when it was captured. `reads` returns tensors that the call reads and nobody else holds.
-        """
+    def _replayed(self, shape: str, inputs: Any, call: Call, gradients: Gradients) -> Any:
+        """Return the result of a replay; its tensors are written by the next one. Captures where there is no graph."""
         captured = self.captured.pop(shape, None)
         if captured is None:
-            captured = self._capture(inputs, call, gradients, before, reads)
+            captured = self._capture(inputs, call, gradients)
         else:
             self.replays += 1
-            before(captured.result)
+            call.before(captured.result)
             captured.replay(inputs)
         while len(self.captured) >= self._limits.kept:
             del self.captured[next(iter(self.captured))]
@@ -172,14 +174,7 @@ class Replayed:
         self._opened = [-1 if reached else was for was, reached in zip(self._opened, captured.reached, strict=True)]
         return captured.result
 
-    def _capture(
-        self,
-        inputs: Any,
-        call: Callable[[Any], Any],
-        gradients: Gradients,
-        before: Callable[[Any], object],
-        reads: Callable[[], Sequence[Tensor]],
-    ) -> Captured:
+    def _capture(self, inputs: Any, call: Call, gradients: Gradients) -> Captured:
         """Capture a call, and replay it for the first time: capturing computes nothing."""
         self._refuse_waste()
         self.captures += 1
@@ -194,15 +189,15 @@ class Replayed:
                 # Weights that autocast has cast outside are not used inside; those of the inside are the graph's.
                 torch.clear_autocast_cache()
                 try:
-                    graph, result = self._recorder.record(lambda: call(given))
+                    graph, result = self._recorder.record(partial(call.record, given))
                 finally:
                     torch.clear_autocast_cache()
                 self._refuse_others(gradients)
                 # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
                 reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
                 gradients.remember()
-                captured = Captured(graph, fixed, result, reached, reads())
-                before(result)
+                captured = Captured(graph, fixed, result, reached, call.reads())
+                call.before(result)
                 captured.replay(inputs)
                 return captured
         except Exception as error:
@@ -235,7 +230,7 @@ def shape_of(inputs: Any) -> str:
 def _value(leaf: Any) -> str:
     if hasattr(leaf, "tobytes"):  # numpy shows large arrays in part
         return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')} {leaf.tobytes()!r}"
-    _refuse_hidden("its batch holds", leaf)
+    _refuse_unknown("its batch holds", leaf)
     return repr(leaf)
 
 
@@ -243,10 +238,10 @@ def refuse_hidden(extras: Any) -> None:
     """Raise where a tensor may be hidden in an object: it would be the graph's own memory."""
     for _, leaf in leaves(extras):
         if not isinstance(leaf, Tensor):
-            _refuse_hidden("among its extras loss_fn returns", leaf)
+            _refuse_unknown("among its extras loss_fn returns", leaf)
 
 
-def _refuse_hidden(where: str, leaf: Any) -> None:
+def _refuse_unknown(where: str, leaf: Any) -> None:
     of_many = isinstance(leaf, list | tuple)
     if not all(each is None or isinstance(each, _SHOWN) for each in (leaf if of_many else [leaf])):
         raise NotCapturable(

@@ -38,7 +38,6 @@ class Runner:
     def __init__(
         self, model: Any, loss_fn: LossFunction | None, admission: Admission, stepper: Stepper, *, cuda_graph: bool
     ) -> None:
-        """Know what to run; how is found on the way."""
         self._model, self._loss_fn = model, loss_fn or own_loss
         self._models: Sequence[nn.Module] = model if isinstance(model, list | tuple) else (model,)
         self._admission, self._stepper = admission, stepper
@@ -53,13 +52,13 @@ class Runner:
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
         """Call the user's function: a loss, perhaps with extras."""
         alone = scope.worker() is None  # of a window that runs one after the other, for all that the loss may ask
-        with one_after_the_other() if alone else nullcontext():
-            try:
+        try:
+            with one_after_the_other() if alone else nullcontext():
                 found = self._loss_fn(self._model, micro_batch)
-            except ValueError as error:
-                if alone and self._admission.exact and _ONE_VALUE in str(error):
-                    raise NeedsLockStep(_ONE_VALUE) from error  # there are more beside it
-                raise
+        except ValueError as error:
+            if alone and self._admission.exact and _ONE_VALUE in str(error):
+                raise NeedsLockStep(_ONE_VALUE) from error  # there are more beside it
+            raise
         if not isinstance(found, tuple):
             return found, None
         if len(found) != 2:  # noqa: PLR2004 - a loss and extras
@@ -96,7 +95,7 @@ class Runner:
 
     def _launched(self, window: Window, micro_batch: Any) -> Any:
         """Add one micro-batch; returns its extras."""
-        with self._launching():
+        with _without_plans() if self._ragged else nullcontext():
             loss, extra = self.loss(micro_batch)
             if window.untouched:  # else `add` checks: loss_fn is the user's, and may have run a backward of its own
                 window.check()
@@ -150,11 +149,11 @@ class Runner:
 
     def try_once(self, micro_batch: Any, *, ragged: bool, side_by_side: bool = False) -> None:
         """Run one micro-step as a window would, for whoever wants to know what it takes."""
-        with self.window(ragged=ragged, side_by_side=side_by_side), self._launching():
+        with self.window(ragged=ragged, side_by_side=side_by_side), _without_plans() if ragged else nullcontext():
             loss, _ = self.loss(micro_batch)
             with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
                 self.read(loss)
-            self.backward(loss, torch.ones_like(loss), short=not side_by_side)
+            self.backward(loss, torch.ones_like(loss))
 
     def follow(self, execution: Execution) -> None:
         """Run from now on as an execution says."""
@@ -163,26 +162,17 @@ class Runner:
         if not execution.graph_steps:
             self.steps = self._casting = None
 
-    def forget(self) -> None:
-        """Free the memory of graphs: it has run out."""
-        for each in (self.steps, self.whole):
-            if each is not None:
-                each.graphs.forget()
+    def forget(self) -> bool:
+        """Free the memory of graphs: it has run out; returns whether windows were captured, which hold the most."""
+        if self.steps is not None:
+            self.steps.forget()
+        return self.whole is not None and self.whole.forget()
 
-    def forget_windows(self) -> bool:
-        """Free the memory of captured windows; returns whether there were any."""
-        return self.whole is not None and self.whole.graphs.forget()
-
-    def _launching(self) -> AbstractContextManager[None]:
-        """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
-        return _without_plans() if self._ragged else nullcontext()
-
-    def backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
-        """Add the gradient of a loss, outside of a window; not `short`, where gradients take the usual way."""
+    def backward(self, loss: Tensor, start: Tensor) -> None:
+        """Add the gradient of a loss, outside of a window."""
         leaves = tuple(p for p in all_parameters(self._stepper.optimizers) if p.requires_grad)
-        own = leaves if self._admission.only_own else None
-        with self._adding_up(loss) if short else nullcontext(), self._admission.sparing_others():
-            run_backward(loss, start, own)
+        with self._adding_up(loss), self._admission.sparing_others():
+            run_backward(loss, start, leaves if self._admission.only_own else None)
 
     def _adding_up(self, loss: Tensor) -> AbstractContextManager[None]:
         return self._casting.adding_up(loss) if self._casting is not None else nullcontext()
@@ -195,12 +185,12 @@ class Runner:
 @contextmanager
 def _without_plans() -> Iterator[None]:
     """Attend without cuDNN, which plans anew for every shape: 0.1 s or more, where a whole micro-step takes 0.02 s."""
-    others = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
-    if not torch.backends.cuda.cudnn_sdp_enabled() or not others:
-        yield
-        return
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    there = torch.backends.cuda
+    planned = there.cudnn_sdp_enabled() and (there.flash_sdp_enabled() or there.mem_efficient_sdp_enabled())
     try:
+        if planned:
+            there.enable_cudnn_sdp(enabled=False)
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+        if planned:
+            there.enable_cudnn_sdp(enabled=True)
