@@ -11,12 +11,12 @@ ARGS   ?=
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format bench zoo faults kills
+.PHONY: help train test check format bench zoo faults kills release-check
 
 help:  ## this list
 	@echo 'make TARGET [ARGS="..."]'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST)
 
 train: $(VENV)/.ready  ## the textbook's experiment, measured: ARGS="--epochs 3 --clip 1.0"
 	@$(VENV)/bin/bigbatch train $(ARGS)
@@ -46,6 +46,19 @@ faults: $(VENV)/.ready-test  ## 10,000 exceptions at every place of a step, some
 
 kills: $(VENV)/.ready-test  ## 200 trainings, killed and resumed: ARGS="--seed 7 --count 20"
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.faults.kills $(ARGS)
+
+# Both distributions, from their sdists: built, checked, installed into bare environments, and tried there.
+release-check: $(VENV)/.ready  ## build, install and try what is released
+	@$(PIP) build twine
+	@rm -rf dist && $(RUN) -m build --outdir dist . && $(RUN) -m build --outdir dist lint
+	@$(RUN) -m twine check --strict dist/*
+	@$(PYTHON) -m venv dist/bare && dist/bare/bin/pip install -qq --disable-pip-version-check dist/bigbatch_lint-*.whl
+	@! dist/bare/bin/bigbatch-lint tests/lint/cases/BB103.py >dist/findings && grep BB103 dist/findings | head -1
+	@$(PYTHON) -m venv --clear dist/bare
+	@dist/bare/bin/pip install -qq --disable-pip-version-check --constraint constraints.txt torch numpy dist/bigbatch-0*.whl
+	@cd dist && bare/bin/python -c 'import bigbatch; bigbatch.Accumulator, bigbatch.BigStep; print("imported", bigbatch.__file__)'
+	@dist/bare/bin/pip install -qq --disable-pip-version-check typer
+	@cd dist && bare/bin/bigbatch train --epochs 1
 
 # The environment grows in steps, so that the first command of a newcomer waits for little. Each stamp
 # is written last: an interrupted install is taken up again.
