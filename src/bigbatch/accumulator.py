@@ -18,9 +18,9 @@ from bigbatch.loop import Loop, Needs, Over, Source, Turns, no_loop
 from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
-from bigbatch.window.forgotten import Forgotten
 from bigbatch.window.gate import Admission, Questions
 from bigbatch.window.gradients import all_parameters
+from bigbatch.window.hints import Forgotten
 from bigbatch.window.stepper import Stepper, Witness, refuse_copy
 from bigbatch.window.window import CLOSED, OPEN, Alike, Window, refuse_unfit_window
 

@@ -102,7 +102,7 @@ def test_a_window_that_could_not_be_loaded_is_not_flushed(monkeypatch: pytest.Mo
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "restore", failing)
+        patch.setattr(Gradients, "preset", failing)
         with pytest.raises(MemoryError):
             training.accumulator.load_state_dict(saved)
     training.assert_untouched()

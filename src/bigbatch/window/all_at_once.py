@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bigbatch.loss import refusals
 from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term, TotalOfSum, finite
-from bigbatch.window.same_loss import keep_factors, keep_names, names_of
-from bigbatch.window.tally import Ledger, Weights, is_whole, over_data
+from bigbatch.window.same_loss import is_whole, keep_factors, keep_names, names_of, over_data
+from bigbatch.window.tally import Ledger, Weights, in_a_row
 
 OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
 
@@ -33,19 +33,22 @@ def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None
     columns = [_Column(column) for column in zip(*rows, strict=True)]
     totals = tuple(column.total for column in columns)
     ledger.totals, ledger.sure = totals if of_all is None else of_all(totals), True
-    for column, total in zip(columns, ledger.totals, strict=True):
-        column.share(total)
-    shares = [tuple(column.shares[place] for column in columns) for place in range(len(every))]
-    pairs = list(zip(every, rows, strict=True))
+    of_columns = [column.shares(total) for column, total in zip(columns, ledger.totals, strict=True)]
+    shares = [tuple(each[place] for each in of_columns) for place in range(len(every))]
     ones = [_as_one(data, own) for data, own in zip(rows, shares, strict=True)]
-    if any(len(data) < len(terms) for terms, data in pairs) and (None in ones or of_all is not None):
+    if any(len(data) < len(terms) for terms, data in zip(every, rows, strict=True)) and (None in ones or of_all):
         # A term that counts once does so by one rule in all micro-batches, on other ranks, too.
         ones = [one if len(data) == 1 else None for one, data in zip(ones, rows, strict=True)]
-    weights = [
-        one or ledger.known(terms, data, own, first=not at)
-        for at, (one, own, (terms, data)) in enumerate(zip(ones, shares, pairs, strict=True))
-    ]
-    return _with_value(ledger, weights, columns) if None in ones else weights
+    weights = [ones[at] or ledger.known(terms, rows[at], shares[at], is_first=not at) for at, terms in enumerate(every)]
+    like = next((share for each in of_columns for share in each if isinstance(share, Tensor)), None)
+    has_parts = all(column.is_mean for column in columns) and all(len(w.each) == len(columns) for w in weights)
+    if like is None or None not in ones or not has_parts:
+        return weights
+    # Every term has a weight of its own, on a device: the loss's value is known if they turn out the same.
+    parts = torch.stack([in_a_row(each, like) for each in of_columns])
+    same = ((parts[1:] - parts[0]) ** 2 <= (RATIO_TOLERANCE * parts[0]) ** 2).all()
+    ledger.loss_known = same & ledger.loss_known
+    return [weight._replace(of_value=share) for weight, share in zip(weights, parts[0].unbind(), strict=True)]
 
 
 def is_hollow(loss: Tensor, terms: list[Term]) -> bool:
@@ -60,36 +63,20 @@ class _Column:
     """One term of the loss in all micro-batches."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        counts = [term.count for term in terms]
-        self.is_mean = terms[0].kind != "sum"
-        self._on_host = not any(isinstance(count, Tensor) for count in counts)
-        self.row = _row(counts)
-        total: Tensor = self.row.sum()
+        self.is_mean, counts = terms[0].kind != "sum", [term.count for term in terms]
+        like = next((count for count in counts if isinstance(count, Tensor)), None)
+        self._on_host = like is None
+        self._row = torch.tensor(counts, dtype=torch.float64) if like is None else in_a_row(counts, like)
+        total: Tensor = self._row.sum()
         self.total: Count = finite(total.item() if self._on_host else total) if self.is_mean else TotalOfSum(1.0)
-        self.shares: Sequence[Count] = [1.0] * len(terms)
 
-    def share(self, total: Count) -> None:
-        """Give each micro-batch its part of a total, which may be that of all ranks; what counts nothing has none."""
-        if self.is_mean:
-            of = total if isinstance(total, Tensor) else torch.full_like(self.row[0], total)
-            self.row = torch.where(of > 0, self.row / of, 0.0)
-            self.shares = self.row.tolist() if self._on_host else self.row.unbind()
-
-
-def _row(counts: Sequence[Count], like: Tensor | None = None) -> Tensor:
-    """Put counts into one tensor, where any of them is one; in float64, in which they are added up."""
-    where = next((count for count in counts if isinstance(count, Tensor)), like)
-    if where is None:
-        return torch.tensor(counts, dtype=torch.float64)
-    precise = torch.float32 if where.device.type == "mps" else torch.float64
-    alike = all(isinstance(count, Tensor) and count.dtype == where.dtype for count in counts)
-    tensors = [
-        count.to(count.dtype if alike else precise).reshape(())
-        if isinstance(count, Tensor)
-        else torch.full((), count, dtype=precise, device=where.device)
-        for count in counts
-    ]
-    return torch.stack(tensors).to(precise)
+    def shares(self, total: Count) -> Sequence[Count]:
+        """Return each micro-batch's part of a total, perhaps that of all ranks; what counts nothing has none."""
+        if not self.is_mean:
+            return [1.0] * len(self._row)
+        of = total if isinstance(total, Tensor) else torch.full_like(self._row[0], total)
+        row = torch.where(of > 0, self._row / of, 0.0)
+        return row.tolist() if self._on_host else row.unbind()
 
 
 def _as_one(data: list[Term], shares: tuple[Count, ...]) -> Weights | None:
@@ -102,19 +89,3 @@ def _as_one(data: list[Term], shares: tuple[Count, ...]) -> Weights | None:
     first = shares[0]
     same = all(not isinstance(n, Tensor) and (n - first) ** 2 <= (RATIO_TOLERANCE * first) ** 2 for n in shares)
     return Weights(first) if len(shares) == 1 or (same and not isinstance(first, Tensor)) else None
-
-
-def _with_value(ledger: Ledger, weights: list[Weights], columns: list[_Column]) -> list[Weights]:
-    """Where every term has a weight of its own, on a device: the loss's value is known if they turn out the same."""
-    shares = [share for column in columns for share in column.shares]
-    like = next((share for share in shares if isinstance(share, Tensor)), None)
-    if (
-        like is None
-        or any(not column.is_mean for column in columns)
-        or any(len(w.each) != len(columns) for w in weights)
-    ):
-        return weights
-    every = torch.stack([_row(column.shares, like) for column in columns])
-    same = ((every[1:] - every[0]) ** 2 <= (RATIO_TOLERANCE * every[0]) ** 2).all()
-    ledger.loss_known = same & ledger.loss_known
-    return [weight._replace(of_value=share) for weight, share in zip(weights, every[0].unbind(), strict=True)]

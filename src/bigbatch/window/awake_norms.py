@@ -23,6 +23,20 @@ def is_awake(module: BatchNorm) -> bool:
     return module.training or module.running_mean is None
 
 
+def refuse_awake(layers: Sequence[tuple[str, BatchNorm]], accepting: str) -> None:
+    """Refuse BatchNorm in training mode: it would normalize by the micro-batch."""
+    for name, module in layers:
+        if is_awake(module):
+            why = "is in training mode" if module.training else "keeps no running statistics"
+            rest = f"module.eval(), GroupNorm or LayerNorm; or accept the difference:  {accepting}"
+            raise BatchNormError(
+                f"{type(module).__name__} '{name}' {why}: it normalizes each micro-batch by its own mean and variance, "
+                "not the big batch's, so the gradients differ.",
+                fix=f"BigStep, which normalizes by the big batch; {rest}",
+                fix_in_step=f'batch_norm="exact", which normalizes by the big batch; {rest}',
+            )
+
+
 def refuse_compiled(models: Sequence[nn.Module]) -> None:
     """Refuse BatchNorm in training mode inside compiled code, where micro-batches cannot wait for each other."""
     for name, module in (named for model in models for named in model.named_modules()):
@@ -36,35 +50,14 @@ def refuse_compiled(models: Sequence[nn.Module]) -> None:
             )
 
 
-def refuse_awake(layers: Sequence[tuple[str, BatchNorm]], accepting: str) -> None:
-    """Refuse BatchNorm in training mode: it would normalize by the micro-batch."""
-    for name, module in layers:
-        if is_awake(module):
-            why = "is in training mode" if module.training else "keeps no running statistics"
-            raise BatchNormError(
-                f"{type(module).__name__} '{name}' {why}: it normalizes each micro-batch by its own mean and variance, "
-                "not the big batch's, so the gradients differ.",
-                fix="BigStep, which normalizes by the big batch; module.eval(), GroupNorm or LayerNorm; or accept the "
-                f"difference:  {accepting}",
-                fix_in_step='batch_norm="exact", which normalizes by the big batch; module.eval(), GroupNorm or '
-                f"LayerNorm; or accept the difference:  {accepting}",
-            )
-
-
-def foreign(accepting: str) -> BatchNormError:
-    """Refuse BatchNorm of a model that was not given: it normalizes by the micro-batch, too."""
+def unheld(accepting: str, *, given: bool) -> BatchNormError:
+    """Refuse BatchNorm that a graph shows: of a model that was not given, or that was not met in lock-step."""
+    how = ", in a model that was not given: it normalizes each micro-batch by its own mean and variance, not the big "
+    fix = "that model in evaluation mode, discriminator.eval()"
+    if given:
+        how = " that normalized by the micro-batch: it was called on a thread of the model's own, or does not call "
+        fix = "F.batch_norm or nn.BatchNorm on the thread that the model is called on, or freeze it"
+    how += "torch.nn.functional.batch_norm." if given else "batch's."
     return BatchNormError(
-        "this loss went through BatchNorm in training mode, in a model that was not given: it "
-        "normalizes each micro-batch by its own mean and variance, not the big batch's.",
-        fix=f"that model in evaluation mode, discriminator.eval(); or accept the difference:  {accepting}",
-    )
-
-
-def escaped(accepting: str) -> BatchNormError:
-    """Refuse BatchNorm that micro-batches in lock-step went through one by one."""
-    return BatchNormError(
-        "this loss went through BatchNorm in training mode that normalized by the micro-batch: it was called on a "
-        "thread of the model's own, or does not call torch.nn.functional.batch_norm.",
-        fix="F.batch_norm or nn.BatchNorm on the thread that the model is called on, or freeze it; or accept the "
-        f"difference:  {accepting}",
+        f"this loss went through BatchNorm in training mode{how}", fix=f"{fix}; or accept the difference:  {accepting}"
     )

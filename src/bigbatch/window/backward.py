@@ -1,20 +1,23 @@
-"""Runs a backward with little Python around it, with weights of single terms put on their places in the graph.
+"""One backward: what it starts with, how it runs with little Python around it, and weights of single terms inside.
 
 `torch.autograd.backward` checks what it is given at length, about 25 microseconds a call, which a linear model feels.
 We know what we give, so we hand it to the engine as that function does in the end; where a torch has no such engine,
 we call the function.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts
 from bigbatch.loss.count import LOW_PRECISION, Count, Term
 from bigbatch.loss.graph import is_leaf
+from bigbatch.window.gradients import Gradients
 from bigbatch.window.tally import Weights
 
 _Hook: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -30,6 +33,70 @@ def run_backward(loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None)
     else:
         keep_graph, create_graph = False, False
         _run((loss,), (start,), keep_graph, create_graph, leaves or (), allow_unreachable=True, accumulate_grad=True)
+
+
+class Starts:
+    """What the backwards of one window start with: weight times loss scale; and what is to be made good at its end."""
+
+    residual: Count = 1.0  # what low-precision losses could not be weighed with; gradients are in units of it
+    _scale: Tensor | None = None  # that this window began with: another user of the scaler may change it meanwhile
+
+    def __init__(self, scaler: GradScaler | None, gradients: Gradients) -> None:
+        self._scaler, self._gradients = scaler, gradients
+
+    def of(self, weight: Count, loss: Tensor, *, first: bool, scaled: bool = True) -> Tensor:
+        """Return the start of a loss's backward; `first` where no gradient of the window is there yet.
+
+        Where it is not `scaled`, others multiply with the loss scale.
+        """
+        scale, dtype = self.scale(loss.device) if scaled else None, loss.dtype
+        residual: Count = 1.0
+        if dtype in LOW_PRECISION:
+            # bf16 holds a power of two exactly. In fp16 a backward that starts with a small weight underflows, so all
+            # of the weight is left; but a scaler, where there is one, is tuned to what it does then.
+            residual = _left(weight, whole=dtype == torch.float16 and scale is None)
+            weight = weight / residual
+        if not first and not (isinstance(residual, float) and residual == self.residual):
+            self._gradients.scale(self.residual / residual)
+        self.residual = residual
+        if isinstance(weight, Tensor):
+            start = weight.to(loss.device, torch.float32 if dtype in LOW_PRECISION else dtype)
+        else:
+            start = torch.full((), weight, dtype=dtype, device=loss.device)
+        return (start if scale is None else start * scale).to(dtype).reshape(loss.shape)
+
+    def undivided(self, times: float, gradient: Tensor) -> Count:
+        """Return what makes the value of a loss whole that others divide, before it was weighed or after that.
+
+        The gradient that has come to it tells which.
+        """
+        if times == 1.0:
+            return times
+        scale = self.scale()
+        one = torch.ones_like(gradient) if scale is None else scale.to(gradient)
+        return torch.where(torch.isclose(gradient * times, one).reshape(()), 1.0, times)
+
+    def scale(self, device: torch.device | None = None) -> Tensor | None:
+        """Return the loss scale that is in the gradients, or would be; None without a scaler."""
+        if self._scale is None and self._scaler is not None:
+            self._scale = self._scaler.scale(torch.ones((), device=device or self._gradients.device)).clone()
+        return self._scale
+
+    def correction(self) -> Count:
+        """Return what else gradients are to be multiplied with."""
+        scale = self.scale()
+        if scale is None or self._scaler is None:
+            return self.residual
+        # The scale that they will be divided by over the one they have: 1, unless others use the scaler, too.
+        ratio = self._scaler.scale(torch.ones_like(scale)).double() / scale.double()
+        return self.residual * (ratio.item() if ratio.is_cpu else ratio)
+
+
+def _left(weight: Count, *, whole: bool) -> Count:
+    """Return what is left of a weight beside a power of two, or all of it."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, weight if whole else torch.frexp(weight)[0] * 2, 1.0)
+    return (weight if whole else math.frexp(weight)[0] * 2) or 1.0
 
 
 def refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:

@@ -22,7 +22,7 @@ from bigbatch.loss.graph import edges, is_leaf, operation, saved, saved_tensor, 
 from bigbatch.loss.origin import FrozenWeights, Surroundings
 from bigbatch.loss.readings import Reader
 from bigbatch.state.scope import NeedsLockStep, asked_anywhere, times_asked
-from bigbatch.window.awake_norms import batch_norms, escaped, foreign, is_awake, refuse_awake, refuse_compiled
+from bigbatch.window.awake_norms import batch_norms, is_awake, refuse_awake, refuse_compiled, unheld
 from bigbatch.window.gradients import all_parameters, sparing
 from bigbatch.window.hints import Hints
 
@@ -64,7 +64,7 @@ class Admission:
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
         self.only_own = not parts
         self._own = surroundings.own
-        self._shards = None if self.only_own else self._own
+        self._is_sharded = bool(parts)
         self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
         self.hints = Hints()
         self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
@@ -129,12 +129,12 @@ class Admission:
         terms = self.reader.read(loss) if given is None else [given]
         self.reader.fresh |= given is not None  # it was not read
         if self.reader.fresh or self.may_wake:
-            self.scan(loss)
+            self._look_through(loss)
         return terms
 
     def look(self) -> None:
         """Refuse BatchNorm in training mode, before each micro-batch is used."""
-        if self._refuses and self.batch_norms:
+        if self._refuses:
             refuse_awake(self.batch_norms, self._accepting)
         elif not self.side_by_side and self.needs_lock_step():
             raise NeedsLockStep("BatchNorm in training mode")
@@ -144,47 +144,57 @@ class Admission:
         if self.exact and self.batch_norms:
             refuse_compiled(self.models)
 
-    def scan(self, loss: Tensor) -> None:
+    def _look_through(self, loss: Tensor) -> None:
         """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
         kind = kind_of_graph(loss) if self.reader.fresh else 0
-        if not self.may_wake and (not self.reader.fresh or kind in self._scanned):
+        if kind in self._scanned and not self.may_wake:
             return
         try:
-            self._scan(loss)
+            if not self._is_sharded and self.reader.fresh:
+                self._refuse_sharded_since()
+            found = scan(loss)
+            if found.reentrant_checkpoint:
+                self.only_own = False  # it cannot run a backward with a chosen set of parameters
+            self._look_at_leaves(found)
+            self._look_at_norms(found)
         except BaseException:
             self.reader.forget()  # a graph that looks the same is to be looked through again
             raise
         self._scanned.add(kind)
 
-    def _scan(self, loss: Tensor) -> None:
-        if self._shards is None and self.reader.fresh:
-            self._refuse_sharded_since()
-        found = scan(loss)
-        if found.reentrant_checkpoint:
-            self.only_own = False  # it cannot run a backward with a chosen set of parameters
+    def _refuse_sharded_since(self) -> None:
+        """What fully_shard puts in the place of parameters is in no optimizer that was made before."""
+        trained = [each.sharded_param for each in parameters_of(sharded(self.models))]
+        if any(p.requires_grad and id(p) not in self._own for p in trained):
+            late = "fully_shard(model); optimizer = AdamW(model.parameters()); "
+            raise ConfigurationError(
+                "fully_shard was called on this model too late, and has put shards in the place of parameters that the "
+                "optimizer holds: this loss reaches none of those.",
+                fix=late + "Accumulator(model, optimizer, ...)",
+                fix_in_step=late + "BigStep(model, optimizer, ...)",
+            )
+
+    def _look_at_leaves(self, found: "Scan") -> None:
+        """Note parameters of others; the graph of a sharded model ends at tensors that are not the optimizer's."""
         if found.alone:
             raise refusals.alone()
-        if self._shards is None:
+        if not self._is_sharded:
             others = (p for key, p in found.leaves.items() if key not in self._own and isinstance(p, nn.Parameter))
             self.others.update((id(p), weakref.ref(p)) for p in others)
-        elif found.leaves.keys() & self._shards:
+        elif found.leaves.keys() & self._own:
             raise LossError(
                 "this loss uses parameters of the optimizer outside of the forward of a model that fully_shard has "
                 "sharded: nothing adds up what ranks find for them there.",
                 fix="such a term inside the model's forward, of parameters that are the model's; for a penalty, "
                 "weight_decay=",
             )
-        self._look_at_norms(found)
 
     def _look_at_norms(self, found: "Scan") -> None:
         """Refuse BatchNorm in training mode that stands in a graph, and note whether others rest."""
-        if self.exact and found.batch_norm:
-            if not self.side_by_side:
-                raise NeedsLockStep("BatchNorm in training mode")
-            if self.side_by_side > 1:  # it was not met by all micro-batches
-                raise escaped(self._accepting)
-        if self._refuses and found.batch_norm:
-            raise foreign(self._accepting)
+        if found.batch_norm and self.exact and not self.side_by_side:
+            raise NeedsLockStep("BatchNorm in training mode")
+        if found.batch_norm and (self._refuses or (self.exact and self.side_by_side > 1)):
+            raise unheld(self._accepting, given=self.exact)
         if (self._refuses or self.exact) and found.resting and not self.may_wake:
             own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
             self.may_wake = not found.resting <= (own | {0} if own else own)
@@ -200,17 +210,6 @@ class Admission:
                 fix="fake = generator(noise) once, then the generator's backward, then the discriminator's; or a "
                 "BigStep each. accumulator.discard() drops this window",
                 fix_in_step="fake = generator(noise) once, then the generator's backward, then the discriminator's",
-            )
-
-    def _refuse_sharded_since(self) -> None:
-        """What fully_shard puts in the place of parameters is in no optimizer that was made before."""
-        trained = [each.sharded_param for each in parameters_of(sharded(self.models))]
-        if any(p.requires_grad and id(p) not in self._own for p in trained):
-            raise ConfigurationError(
-                "fully_shard was called on this model too late, and has put shards in the place of parameters that the "
-                "optimizer holds: this loss reaches none of those.",
-                fix="fully_shard(model); optimizer = AdamW(model.parameters()); Accumulator(model, optimizer, ...)",
-                fix_in_step="fully_shard(model); optimizer = AdamW(model.parameters()); BigStep(model, optimizer, ...)",
             )
 
 

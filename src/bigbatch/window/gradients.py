@@ -63,6 +63,11 @@ class Gradients:
         self._narrow = self._wide  # those whose gradient has not been widened yet
         self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
 
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are, or most of them."""
+        return self.parameters[0].device
+
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return what the gradient of a parameter is added up in."""
         return _added_up_in(parameter, self.dtype)
@@ -71,23 +76,22 @@ class Gradients:
         """Start from gradients at addresses of someone's choice, instead of from none."""
         for p, gradient in zip(self.parameters, gradients, strict=True):
             _hand(p, gradient)
-        self._narrow = [p for p in self._wide if p.grad is None]
+        self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
         self._hold()
+
+    def fill(self, wanted: Sequence[bool]) -> list[Tensor]:
+        """Give those that have no gradient one of zero, where it is wanted; returns who got one."""
+        new = [p for p, flag in zip(self.parameters, wanted, strict=True) if flag and p.grad is None]
+        for p in new:
+            _hand(p, torch.zeros_like(p, dtype=self.dtype_of(p), requires_grad=False))
+        return new
 
     def widen(self) -> None:
         """Give low-precision parameters a gradient of zero to add to, where several backwards are under way at once."""
-        new = [p for p in self._wide if p.grad is None]
-        for p in new:
-            _hand(p, torch.zeros_like(p, dtype=self.dtype, requires_grad=False))
+        new = self.fill([bool(self._wide) and p.dtype in LOW_PRECISION for p in self.parameters])
         self._narrow = []
         self._hold()
         self._zeros = {id(p): p.grad._version for p in new if p.grad is not None}  # noqa: SLF001 - torch's counter
-
-    def fill(self, wanted: Sequence[bool]) -> None:
-        """Give those that have no gradient one of zero, where it is wanted."""
-        for p, flag in zip(self.parameters, wanted, strict=True):
-            if flag and p.grad is None:
-                _hand(p, torch.zeros_like(p, dtype=self.dtype_of(p), requires_grad=False))
 
     def drop_unused(self) -> None:
         """Take back gradients of zero that nothing was added to: an optimizer would step with them."""
@@ -182,43 +186,22 @@ class Gradients:
                 found.append(gradient if type(gradient) is Tensor else local(gradient))
         return found
 
-    @property
-    def device(self) -> torch.device:
-        """Where the gradients are, or most of them."""
-        return self.parameters[0].device
-
     def narrow(self) -> None:
         """Round widened gradients, once, to what the optimizer expects."""
         for p in self._wide:
             if p.grad is not None:
                 p.grad = p.grad.to(p.dtype)
 
-    def release(self) -> None:
-        """Clear all gradients and leave the parameters as they were before the window."""
-        for p in self.parameters:
+    def release(self, *, cleared: bool = True) -> None:
+        """Leave the parameters as they were before the window; their gradients, too, unless they are for others."""
+        for p in self.parameters if cleared else ():
             p.grad = None
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Leave the gradients to others, as they are."""
         self._held = []
-
-    def snapshot(self) -> list[Tensor | None]:
-        """Return copies of the gradients, for a checkpoint."""
-        return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
-
-    def restore(self, saved: Sequence[Tensor | None]) -> None:
-        """Put gradients back that `snapshot` returned, and `refuse_unfit` has let pass."""
-        for p, gradient in zip(self.parameters, saved, strict=True):
-            _hand(p, None if gradient is None else gradient.to(p.device, copy=True))
-        self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
-        self._hold()
 
 
 def refuse_unfit(saved: Sequence[Tensor | None], optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
     """Raise where gradients were not saved from these parameters, or were added up in another type."""
-    parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
-    fitting = [(p.shape, {p.dtype, _added_up_in(p, dtype)}) for p in parameters]
+    fitting = [(p.shape, {p.dtype, _added_up_in(p, dtype)}) for p in all_parameters(optimizers) if p.requires_grad]
     pairs = zip(saved, fitting, strict=False)
     fits = all(each is None or (each.shape == shape and each.dtype in dtypes) for each, (shape, dtypes) in pairs)
     if len(saved) != len(fitting) or not fits:

@@ -1,6 +1,7 @@
 """A window is one big batch of one loss: what must not change from one of its micro-batches to the next."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +12,17 @@ from bigbatch.loss import refusals
 from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term
 
 Factors = tuple[float | None, ...]
+COUNTED_TWICE = "a loss_fn with the same terms and counts each time: it is called twice for the same samples"
+
+
+def over_data(terms: list[Term]) -> list[Term]:
+    """Return those that depend on data."""
+    return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
+
+
+def is_whole(data: list[Term]) -> bool:
+    """Whether some term is a mean over all samples: one that is zero in another micro-batch would count there, too."""
+    return any(term.kind == "mean" and not term.chosen for term in data)
 
 
 def names_of(terms: list[Term]) -> tuple[str, ...]:
@@ -43,53 +55,6 @@ def keep_factors(before: Sequence[Factors] | None, data: list[Term], *, zero: bo
             raise refusals.changing_factor(term.name, shown(then), shown(term.factors))
 
 
-def in_ratio(reference: Sequence[Count], data: list[Term], terms: list[Term]) -> Tensor | None:
-    """Several counts in constant ratio are as good as one; raise where it is another than that of `reference`.
-
-    On a device that is not known yet: what tells is returned.
-    """
-    counts = [term.count for term in data]
-    if len(counts) == 1 and len(reference) <= 1:
-        return None
-    if not reference:
-        if not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
-            raise SeveralCounts(several(listed(terms), "counts not in constant ratio"))
-        return None
-    if len(counts) != len(reference):
-        raise SeveralCounts(
-            several(listed(terms), f"another number of terms, {len(counts)} here and {len(reference)} before,")
-        )
-    found: Tensor | None = None
-    for now, then in zip(counts[1:], reference[1:], strict=True):
-        here, there = now * reference[0], then * counts[0]
-        if isinstance(here, Tensor) or isinstance(there, Tensor):
-            kept = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2)
-            found = kept if found is None else found & kept
-        elif abs(here - there) > RATIO_TOLERANCE * max(here, there):
-            refuse_doubtful(data)
-            raise SeveralCounts(several(listed(terms), "counts not in constant ratio"))
-    return found
-
-
-def refuse_doubtful(data: list[Term]) -> None:
-    """Raise where a term may be one over data, or a constant: then that is what is to be told first."""
-    for term in data:
-        if term.doubtful:
-            raise refusals.data_or_constant(term.name)
-
-
-def refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) -> None:
-    """One learned factor over terms of different counts leaves no place for two weights."""
-    seen: dict[Node, Count] = {}
-    for node, weight in weights:
-        if node in seen and seen[node] is not weight and seen[node] != weight:
-            raise SeveralCounts(
-                f"terms with different counts stand under one learned factor: {listed(terms)}.\n"
-                "Multiply it into each term: a * x + a * y instead of a * (x + y)."
-            )
-        seen[node] = weight
-
-
 def without_ones(factors: Factors) -> Factors:
     """Return the factors that change something."""
     return tuple(factor for factor in factors if factor != 1.0)
@@ -97,8 +62,40 @@ def without_ones(factors: Factors) -> Factors:
 
 def shown(factors: Factors) -> str:
     """Return the factors of a term in words."""
-    numbers = without_ones(factors)
-    return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in numbers) or "none"
+    return " x ".join("a tensor" if each is None else f"{each:g}" for each in without_ones(factors)) or "none"
+
+
+def in_ratio(reference: Sequence[Count], terms: list[Term]) -> Tensor | None:
+    """Several counts in constant ratio are as good as one; raise where it is another than that of `reference`.
+
+    On a device that is not known yet: what tells is returned.
+    """
+    counts, found = [term.count for term in over_data(terms)], None
+    if not reference or len(counts) == len(reference) == 1:
+        if len(counts) > 1 and not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
+            refuse_several(terms, "counts not in constant ratio")
+        return None
+    if len(counts) != len(reference):
+        refuse_several(terms, f"another number of terms, {len(counts)} here and {len(reference)} before,")
+    for now, then in zip(counts[1:], reference[1:], strict=True):
+        here, there = now * reference[0], then * counts[0]
+        if isinstance(here, Tensor) or isinstance(there, Tensor):
+            kept = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2)
+            found = kept if found is None else found & kept
+        elif abs(here - there) > RATIO_TOLERANCE * max(here, there):
+            refuse_several(terms, "counts not in constant ratio")
+    return found
+
+
+def refuse_shared_nodes(terms: list[Term], weights: Sequence[tuple[Node, Count]]) -> None:
+    """One learned factor over terms of different counts leaves no place for two weights."""
+    seen: dict[Node, Count] = {}
+    for node, weight in weights:
+        if seen.setdefault(node, weight) is not weight and seen[node] != weight:
+            raise SeveralCounts(
+                f"terms with different counts stand under one learned factor: {listed(terms)}.\n"
+                "Multiply it into each term: a * x + a * y instead of a * (x + y)."
+            )
 
 
 def listed(terms: list[Term]) -> str:
@@ -107,27 +104,20 @@ def listed(terms: list[Term]) -> str:
     return ", ".join(f"{term.name} ({term.kind}{over})" for term, over in zip(terms, told, strict=True))
 
 
-def several(terms: str, found: str) -> str:
+def refuse_several(terms: list[Term], found: str) -> NoReturn:
+    """Raise: several counts must be known before the first backward. A term that may be a constant is told of first."""
+    for term in over_data(terms):
+        if term.doubtful:
+            raise refusals.data_or_constant(term.name)
+    raise several(listed(terms), found)
+
+
+def several(terms: str, found: str) -> SeveralCounts:
     """Explain that several counts must be known before the first backward."""
-    return (
+    return SeveralCounts(
         f"the terms of this loss were averaged over different things: found {found} in {terms}. Nothing was stepped.\n"
         "Their gradients share one buffer, so each term's total over the window must be known before its first "
         "backward. Give the counts of a batch, one per term in the order in which they are written:\n"
         "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
         "The wrapped loader then looks a window ahead. A mean over elements counts elements; a sum counts as 'sum'."
-    )
-
-
-COUNTED_TWICE = "a loss_fn with the same terms and counts each time: it is called twice for the same samples"
-
-
-def other_total(place: int, of: int, came: float, total: float) -> SeveralCounts:
-    """Say which term's count in advance is not what came."""
-    return SeveralCounts(
-        f"term {place + 1} of {of}: the counts in advance came to {total:g} for this window, and its losses to "
-        f"{came:g}. Nothing was stepped.",
-        fix="for this term in counts=, what its mean is over: targets that are not ignored, the sum of their class "
-        "weights, all elements (prediction.numel()), or the n of counted(term, n); and no batch that the loop passes "
-        "over. accumulator.discard() drops this window",
-        fix_in_step=COUNTED_TWICE,
     )

@@ -116,8 +116,7 @@ class Stepper:
         self.witness = witness
 
         def end() -> None:
-            if self.witness is witness:
-                self.witness = None
+            self.witness = None if self.witness is witness else self.witness
 
         return end
 
@@ -137,11 +136,24 @@ class Stepper:
             )
         self._stepped, self.by_hand = True, not self._stepping
 
+    def notice_end(self) -> None:
+        """Refuse a step of others in a window of `weigh`: it may begin there, as a scaler's does, but must not end."""
+        window = self.window() if self.window is not None else None
+        if window is not None:
+            error = WindowDisturbed(
+                "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are not "
+                "the big batch's.",
+                fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
+            )
+            window.fail(error)
+            raise error
+
     def step(self, gradients: Gradients, correction: Count) -> tuple[Tensor | None, bool | Tensor]:
         """Make the update; returns the gradient's norm before clipping, and whether the step was skipped."""
-        active = self._active(self.optimizers)
+        # Those that have anything to step with.
+        active = [o for o in self.optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
         if self.scaler is not None:
-            self._unscale(active)
+            _unscale(self.scaler, active)
         if self.hooks:
             gradients.scale(correction)
             correction = 1.0
@@ -174,10 +186,52 @@ class Stepper:
             hook()
         self._doing = ""
 
-    @property
-    def began(self) -> bool:
-        """Whether the latest window's step has begun to change parameters: it cannot be made again."""
-        return self._doing not in {"", "hook"}
+    def _apply(
+        self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None
+    ) -> bool | Tensor:
+        """Step every optimizer, or none."""
+        fused = [_is_fused(optimizer) for optimizer in active]
+        takes = bool(active) and self.scaler is None and all(fused)  # kernels that take numbers as attributes
+        if nonfinite is not None and (self.schedulers or not takes or not all(map(_has_state, active))):
+            if bool(nonfinite):  # the one host synchronisation
+                return True
+            nonfinite = None
+        handed: dict[str, Tensor] = {}
+        if takes and (isinstance(factor, Tensor) or factor != 1.0) and _all_float32(gradients):
+            scale = 1.0 / factor  # the kernel divides by it on its way
+            handed["grad_scale"] = (
+                scale.to(gradients.device, torch.float32)
+                if isinstance(scale, Tensor)
+                else torch.full((), scale, device=gradients.device, dtype=torch.float32)
+            )
+        else:
+            gradients.scale(factor)
+        if takes and nonfinite is not None:
+            handed["found_inf"] = nonfinite.float()
+        gradients.narrow()
+        self._step_all(active, fused, handed)
+        if self.scaler is not None and active:
+            self.scaler.update()
+        return nonfinite if nonfinite is not None else bool(active) and not self._stepped
+
+    def _step_all(self, active: Sequence[Optimizer], fused: Sequence[bool], handed: dict[str, Tensor]) -> None:
+        """Step with our own mark on it, and with what fused kernels take as attributes."""
+        self._stepped, self._stepping = False, True
+        try:
+            for optimizer, is_fused in zip(active, fused, strict=True):
+                self._doing = "step"
+                vars(optimizer).update(handed)
+                if self.scaler is None:
+                    optimizer.step()
+                else:
+                    self.scaler.step(optimizer)
+                if is_fused:  # torch 2.13 does not count what its fused kernels change
+                    increment_version([p for group in optimizer.param_groups for p in group["params"]])
+        finally:
+            self._stepping = False
+            for optimizer in active if handed else ():
+                for name in handed:
+                    vars(optimizer).pop(name, None)
 
     def _schedule(self, *, skipped: bool) -> None:
         """Step the schedulers, and warn where someone else has stepped them since we did."""
@@ -194,17 +248,10 @@ class Stepper:
             scheduler.step()
         self._moves = [getattr(scheduler, "last_epoch", 0) for scheduler in self.schedulers]
 
-    def notice_end(self) -> None:
-        """Refuse a step of others in a window of `weigh`: it may begin there, as a scaler's does, but must not end."""
-        window = self.window() if self.window is not None else None
-        if window is not None:
-            error = WindowDisturbed(
-                "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are not "
-                "the big batch's.",
-                fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
-            )
-            window.fail(error)
-            raise error
+    @property
+    def began(self) -> bool:
+        """Whether the latest window's step has begun to change parameters: it cannot be made again."""
+        return self._doing not in {"", "hook"}
 
     def rest(self) -> None:
         """Begin with something new, of which nothing is stepped yet."""
@@ -215,18 +262,9 @@ class Stepper:
 
         The scaler is ready for the next window.
         """
-        told = self._told(error)
-        if self.began and told not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
-            error.add_note(told)  # Python 3.10 has no notes
-        if self.scaler is not None:
-            for optimizer in self.optimizers:  # or it would refuse to unscale a second time
-                self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
-        return told
-
-    def _told(self, error: BaseException) -> str:
         reason = str(error).partition("\n")[0]
         failed = f"failed with {type(error).__name__}" + (f": {reason}" if reason else "")
-        return {
+        told = {
             "": f"correcting and clipping the gradients {failed}. Nothing was stepped; some may be corrected already.",
             "hook": f"a before_step hook {failed}. Nothing was stepped; gradients were corrected, and hooks may have "
             "changed them.",
@@ -234,73 +272,23 @@ class Stepper:
             "schedule": f"scheduler.step() {failed}. The optimizer has stepped; a scheduler has not.",
             "made": f"the optimizer has stepped, and then something {failed}. The update was made.",
         }[self._doing]
+        if self.began and told not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
+            error.add_note(told)  # Python 3.10 has no notes
+        if self.scaler is not None:
+            for optimizer in self.optimizers:  # or it would refuse to unscale a second time
+                self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
+        return told
 
-    @staticmethod
-    def _active(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Return those that have anything to step with."""
-        return [o for o in optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
 
-    def _unscale(self, active: Sequence[Optimizer]) -> None:
-        """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
-        assert self.scaler is not None  # noqa: S101 - the caller has looked
-        for optimizer in active:
-            self.scaler.unscale_(optimizer)
-        if len(active) > 1 and self.scaler.is_enabled():
-            flags = [flag for o in active for flag in self.scaler._found_inf_per_device(o).values()]  # noqa: SLF001
-            anywhere = torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
-            for flag in flags:
-                flag.copy_(anywhere)
-
-    def _apply(
-        self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None
-    ) -> bool | Tensor:
-        """Step every optimizer, or none."""
-        corrected = isinstance(factor, Tensor) or factor != 1.0
-        helps = active and self.scaler is None and (corrected or nonfinite is not None)  # a kernel, beside its step
-        fused = bool(helps) and all(_is_fused(o) for o in active)
-        if nonfinite is not None and (self.schedulers or not fused or not all(_has_state(o) for o in active)):
-            if bool(nonfinite):  # the one host synchronisation
-                return True
-            nonfinite = None
-        handed: dict[str, Tensor] = {}
-        if fused and corrected and _all_float32(gradients):  # the kernel divides by it on its way
-            scale = 1.0 / factor
-            handed["grad_scale"] = (
-                scale.to(gradients.device, torch.float32)
-                if isinstance(scale, Tensor)
-                else torch.full((), scale, device=gradients.device, dtype=torch.float32)
-            )
-        else:
-            gradients.scale(factor)
-        if fused and nonfinite is not None:
-            handed["found_inf"] = nonfinite.float()
-        gradients.narrow()
-        self._step_all(active, handed)
-        if self.scaler is not None and active:
-            self.scaler.update()
-        if nonfinite is not None:
-            return nonfinite
-        return bool(active) and not self._stepped
-
-    def _step_all(self, active: Sequence[Optimizer], handed: dict[str, Tensor]) -> None:
-        """Step with our own mark on it, and with what fused kernels take as attributes."""
-        self._stepped, self._stepping = False, True
-        for optimizer in active if handed else ():
-            vars(optimizer).update(handed)
-        try:
-            for optimizer in active:
-                self._doing = "step"
-                if self.scaler is None:
-                    optimizer.step()
-                else:
-                    self.scaler.step(optimizer)
-                if _is_fused(optimizer):  # torch 2.13 does not count what its fused kernels change
-                    increment_version([p for group in optimizer.param_groups for p in group["params"]])
-        finally:
-            self._stepping = False
-            for optimizer in active if handed else ():
-                for name in handed:
-                    vars(optimizer).pop(name, None)
+def _unscale(scaler: GradScaler, active: Sequence[Optimizer]) -> None:
+    """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
+    for optimizer in active:
+        scaler.unscale_(optimizer)
+    if len(active) > 1 and scaler.is_enabled():
+        flags = [flag for o in active for flag in scaler._found_inf_per_device(o).values()]  # noqa: SLF001
+        anywhere = torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
+        for flag in flags:
+            flag.copy_(anywhere)
 
 
 def refuse_copy(owner: object, _protocol: object) -> NoReturn:

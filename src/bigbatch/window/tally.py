@@ -20,21 +20,8 @@ from bigbatch.distributed.statement import Statement
 from bigbatch.errors import SeveralCounts
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term
-from bigbatch.window.same_loss import (
-    COUNTED_TWICE,
-    Factors,
-    in_ratio,
-    keep_factors,
-    keep_names,
-    listed,
-    names_of,
-    other_total,
-    refuse_doubtful,
-    refuse_shared_nodes,
-    several,
-    shown,
-    without_ones,
-)
+from bigbatch.window import same_loss
+from bigbatch.window.same_loss import Factors, is_whole, over_data
 
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
@@ -100,29 +87,29 @@ class Ledger:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
         data = over_data(terms)
         zero = self.zeros or not terms
-        keep_factors(self.factors, data, zero=zero)
+        same_loss.keep_factors(self.factors, data, zero=zero)
         if zero and (self.whole or is_whole(data)):
             raise refusals.zero_beside_mean()
-        first = not self.names and not self.kind  # of those that have any terms
+        is_first = not self.names and not self.kind  # of those that have any terms
         if self.totals is not None and terms:
-            return self.known(terms, data, first=first)
-        kinds = {term.kind for term in data}
-        if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
-            refuse_doubtful(data)
-            raise SeveralCounts(several(listed(terms), "a mean beside a sum"))
-        if "mean" in kinds:
-            self._keep_ratio(in_ratio(self.reference, data, terms))
-            keep_names(self.names, terms)
+            return self.known(terms, data, is_first=is_first)
+        if len({term.kind for term in data} | {self.kind if data else ""} - {""}) > 1:
+            same_loss.refuse_several(terms, "a mean beside a sum")
+        is_mean = bool(data) and data[0].kind == "mean"
+        if is_mean:
+            self._keep_ratio(same_loss.in_ratio(self.reference, terms))
+        same_loss.keep_names(self.names, terms)
+        if is_mean:
             return Weights(self._share(data[0]))
-        keep_names(self.names, terms)
         self.shares_once = self.shares_once or len(data) < len(terms)
-        share = self.once if first else 0.0
+        share = self.once if is_first else 0.0
         once = tuple((term.node, share) for term in terms if term.kind == "once" and term.node is not None)
         if not data:
             return Weights(share)
         if once:  # once per window, and in every micro-batch
-            nodes = [(term.node, float(term.kind == "sum")) for term in terms if term.node is not None]
-            refuse_shared_nodes(terms, list(nodes))
+            same_loss.refuse_shared_nodes(
+                terms, [(t.node, float(t.kind == "sum")) for t in terms if t.node is not None]
+            )
         return Weights(1.0, once)
 
     def _keep_ratio(self, kept: Tensor | None) -> None:
@@ -132,22 +119,22 @@ class Ledger:
     def _share(self, term: Term) -> Count:
         """Return the part of the provisional total that a mean counts; the first one decides what that is."""
         count, unit = term.count, self.provisional
-        if isinstance(count, Tensor):
-            if unit is None and (self.in_common or not self.small):
-                unit = 1.0
-            elif unit is None:
-                unit = term.about * self.steps if term.about else count.clamp(min=1.0) * self.steps
-            self.provisional = unit
-            return count if isinstance(unit, float) and unit == 1.0 else count / unit  # no kernel where it is itself
-        if not count:
-            return 0.0
-        if unit is None:
-            # What it will be if all are alike: then nothing is left to correct. With others it is the same for all.
-            unit = self.provisional = 1.0 if self.in_common else count * self.steps
-        return count / unit
+        if not isinstance(count, Tensor):
+            if not count:
+                return 0.0
+            if unit is None:
+                # What it will be if all are alike: then nothing is left to correct. With others it is the same for all.
+                unit = self.provisional = 1.0 if self.in_common else count * self.steps
+            return count / unit
+        if unit is None and (self.in_common or not self.small):
+            unit = 1.0
+        elif unit is None:
+            unit = term.about * self.steps if term.about else count.clamp(min=1.0) * self.steps
+        self.provisional = unit
+        return count if isinstance(unit, float) and unit == 1.0 else count / unit  # no kernel where it is itself
 
     def known(
-        self, terms: list[Term], data: list[Term], shares: tuple[Count, ...] | None = None, *, first: bool
+        self, terms: list[Term], data: list[Term], shares: tuple[Count, ...] | None = None, *, is_first: bool
     ) -> Weights:
         """Weigh by totals that were counted in advance: nothing is left to correct.
 
@@ -157,23 +144,21 @@ class Ledger:
         if len(totals) != len(data):
             raise SeveralCounts(
                 f"there are {len(totals)} counts in advance, and the loss has {len(data)} terms over data: "
-                f"{listed(data)}.",
+                f"{same_loss.listed(data)}.",
                 fix="one count per term in counts=, in the order in which they are written",
-                fix_in_step=COUNTED_TWICE,
+                fix_in_step=same_loss.COUNTED_TWICE,
             )
         if shares is None:
             pairs = zip(data, totals, strict=True)
             shares = tuple([1.0 if term.kind == "sum" else _ratio(term.count, total) for term, total in pairs])
-        weights: list[tuple[Node, Count]] = []
-        for term, share in zip(data, shares, strict=True):
-            if term.node is None:
-                return Weights(share)
-            weights.append((term.node, share))
         self.shares_once = self.shares_once or len(data) < len(terms)
-        own = self.once if first else 0.0
-        weights += [(term.node, own) for term in terms if term.kind == "once" and term.node is not None]
-        refuse_shared_nodes(terms, weights)
-        return Weights(weights[0][1]) if len(weights) == 1 else Weights(1.0, tuple(weights))
+        weights = [(term.node, share) for term, share in zip(data, shares, strict=True)]
+        weights += [(term.node, self.once if is_first else 0.0) for term in terms if term.kind == "once"]
+        if len(weights) == 1:
+            return Weights(weights[0][1])
+        each = tuple([(node, weight) for node, weight in weights if node is not None])
+        same_loss.refuse_shared_nodes(terms, each)
+        return Weights(1.0, each)
 
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
@@ -183,31 +168,45 @@ class Ledger:
             self.zeros = True
             return
         value, data = _value(loss), over_data(terms)
-        for count in [term.count for term in terms if term.divisor is not None]:
-            self._keep_ratio(count.isfinite() if isinstance(count, Tensor) else None)
-        self.whole = self.whole or is_whole(data)
-        self.names = self.names or names_of(terms)
-        if self.factors is None and data:
-            self.factors = [term.factors for term in data]
-        if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
-            self.reference = [term.count for term in data]
         is_mean = self.totals is None and bool(data) and data[0].kind == "mean"
-        if self.totals is not None:
-            self.kind = "known"
-            self._count_what_came(data)
-        elif data and not self.kind:
-            self.kind, self.total = data[0].kind, float(not is_mean)
+        self._note(terms, data)
         of_value = data[0].count if is_mean else weights.of_value if weights.each else weights.whole
-        if of_value is not None and isinstance(value, Tensor):
+        if isinstance(value, Tensor) and of_value is not None:
             self.pending.append((value, of_value))  # added up later, with others
             if len(self.pending) >= _PENDING:
                 self.fold()
-        elif is_mean:
-            count = data[0].count
-            self.total += count
-            self.loss += value * count if count else 0.0
+            return
+        if is_mean:
+            self.total += data[0].count
+        else:
+            self.plain = self.plain + value
+            if isinstance(value, float) and not math.isfinite(value):  # perhaps 0 / 0, times a learned factor
+                self.nothings = self.nothings + float(any(t.kind == "mean" and t.count == 0.0 for t in terms))
+        if of_value is not None:
+            self.loss = self.loss + _weighed(value, of_value)
         else:
             self._enter_parts(terms, weights, value, factors)
+
+    def _note(self, terms: list[Term], data: list[Term]) -> None:
+        """Note what later micro-batches must have in common with this one, and what came of totals given in advance."""
+        for term in terms:
+            if term.divisor is not None and isinstance(term.count, Tensor):
+                self._keep_ratio(term.count.isfinite())
+        self.whole = self.whole or is_whole(data)
+        self.names = self.names or same_loss.names_of(terms)
+        if self.totals is not None:
+            self.kind = "known"
+            if not self.sure:
+                counts = [term.count if term.kind == "mean" else 0.0 for term in data]
+                self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
+        if not data:
+            return
+        if not self.kind:
+            self.kind, self.total = data[0].kind, float(data[0].kind == "sum")
+        if self.factors is None:
+            self.factors = [term.factors for term in data]
+        if not self.reference and (isinstance(data[0].count, Tensor) or data[0].count):
+            self.reference = [term.count for term in data]
 
     def begin_alike(self, before: "Ledger", count: float) -> None:
         """Begin with a mean over a `count` that was read as those of the ledger `before`, which is plain."""
@@ -220,89 +219,93 @@ class Ledger:
         is_one = self.kind == "mean" and len(self.names) == len(self.reference) == 1 and not self.zeros
         return is_one and isinstance(self.provisional, float) and isinstance(self.total, float)
 
-    def _count_what_came(self, data: list[Term]) -> None:
-        if not self.sure:
-            counts = [term.count if term.kind == "mean" else 0.0 for term in data]
-            self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
-
     def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
         """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
-        self.plain = self.plain + value
-        if weights.of_value is not None:
-            self.loss = self.loss + _weighed(value, weights.of_value)
-            return
-        if isinstance(value, float) and not math.isfinite(value):  # perhaps 0 / 0, times a learned factor
-            self.nothings = self.nothings + float(any(term.kind == "mean" and term.count == 0.0 for term in terms))
-        of = dict(weights.each)
-        rest, rest_weight, unknown = value, weights.whole, 0
+        of, rest = dict(weights.each), value
+        others = [weights.whole] if any(term.node not in of for term in terms) else []  # weights of unknown values
         for term in terms:
-            if term.node not in of or term.node is None:
+            if term.node is None or term.node not in of:
                 continue
-            weight = of[term.node]
             if term.value is None:
-                unknown, rest_weight = unknown + 1, weight
-            else:
-                part = factors[term.node] * term.value
-                amount: Count = part.item() if part.is_cpu else part.double()
-                rest = rest - amount
-                if not _is_zero(weight):  # nothing counted: its value may be NaN
-                    self.loss = self.loss + amount * weight
-        whole = any(term.node not in of for term in terms)
-        if unknown + whole > 1 and any(isinstance(weight, Tensor) or weight != 1.0 for weight in of.values()):
+                others.append(of[term.node])
+                continue
+            part = factors[term.node] * term.value
+            amount: Count = part.item() if part.is_cpu else part.double()
+            rest, self.loss = rest - amount, self.loss + _weighed(amount, of[term.node])
+        if len(others) > 1 and any(isinstance(weight, Tensor) or weight != 1.0 for weight in of.values()):
             self.loss_known = False
-        if (unknown or whole) and not _is_zero(rest_weight):
-            self.loss = self.loss + _weighed(rest, rest_weight)
+        if others:
+            self.loss = self.loss + _weighed(rest, others[-1])
 
     def fold(self) -> None:
         """Add up what is pending on the device: a few kernels for a window instead of some for each micro-batch."""
         if not self.pending:
             return
         values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]
-        device, precise = values[0].device, torch.float32 if values[0].device.type == "mps" else torch.float64
+        precise = precise_type(values[0].device)
         if self.kind == "known":
             self.plain = self.plain + torch.stack(values).sum(dtype=precise)
         if any(isinstance(count, Tensor) for count in counts):
-            numbers = torch.stack(
-                [
-                    c.to(precise) if isinstance(c, Tensor) else torch.full((), c, dtype=precise, device=device)
-                    for c in counts
-                ]
-            )
+            numbers = in_a_row(counts, values[0])
             # The loss of a micro-batch without targets is NaN, and counts nothing.
             self.loss = self.loss + torch.where(numbers > 0, torch.stack(values).to(precise) * numbers, 0.0).sum()
             if self.kind == "mean":
                 self.total = self.total + numbers.sum()
             if self.in_common or self.once < 1.0:  # other ranks will hear of it
                 self.nothings = self.nothings + (numbers <= 0).sum()
-        else:
-            known = [(value, float(count)) for value, count in self.pending if count]
+        elif known := [(value, float(count)) for value, count in self.pending if count]:
             if self.kind == "mean":
                 self.total += sum(number for _, number in known)
-            if known:
-                weighed = torch._foreach_mul([v for v, _ in known], [n for _, n in known])  # noqa: SLF001
-                self.loss = self.loss + torch.stack(list(weighed)).sum(dtype=precise)
+            weighed = torch._foreach_mul([v for v, _ in known], [n for _, n in known])  # noqa: SLF001
+            self.loss = self.loss + torch.stack(list(weighed)).sum(dtype=precise)
         self.pending.clear()
 
-    def refuse_other_totals(self) -> None:
-        """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
-        if self.sure or self.totals is None:
-            return
-        expected = self.totals if self.own_totals is None else self.own_totals
-        for place, (came, total) in enumerate(zip(self.came, expected, strict=True) if self.came else ()):
-            apart = came - total
-            if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
-                raise other_total(place, len(self.came), float(came), float(total))
+    def refuse_late(self) -> None:
+        """Raise where counts are not those given in advance, or have lost their ratio: this waits for a device."""
+        if self.totals is not None and not self.sure:
+            expected = self.totals if self.own_totals is None else self.own_totals
+            for place, (came, total) in enumerate(zip(self.came, expected, strict=True) if self.came else (), 1):
+                apart = came - total
+                if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
+                    raise SeveralCounts(
+                        f"term {place} of {len(self.came)}: the counts in advance came to {float(total):g} for this "
+                        f"window, and its losses to {float(came):g}. Nothing was stepped.",
+                        fix="for this term in counts=, what its mean is over: targets that are not ignored, the sum of "
+                        "their class weights, all elements (prediction.numel()), or the n of counted(term, n); and no "
+                        "batch that the loop passes over. accumulator.discard() drops this window",
+                        fix_in_step=same_loss.COUNTED_TWICE,
+                    )
+        if self.in_ratio is not None and not bool(self.in_ratio):
+            if len(self.names) == 1:
+                raise refusals.scaled_sum("Div", "a tensor")
+            raise same_loss.several(", ".join(self.names), "counts in no constant ratio")
 
     def statement(self) -> Statement:
         """Return what this window came to."""
-        totals = self.kind, self.total, self.loss, self.plain
-        return Statement(*totals, self.micro_batches, self.loss_known, self.precise)
+        are_several = self.once < 1.0 and self.kind == "mean" and len(self.reference) > 0
+        return Statement(
+            self.kind,
+            self.total,
+            self.loss,
+            self.plain,
+            self.micro_batches,
+            self.loss_known,
+            self.precise,
+            self.nothings,
+            shares_once=self.shares_once and self.kind != "mean",
+            ratio=self._ratio() if are_several else -1.0,
+        )
+
+    def _ratio(self) -> Count:
+        """Return one number for the ratios of several counts to the first: ranks must have the same."""
+        rest = enumerate(self.reference[1:], 1)
+        return sum((math.sqrt(place + 1.0) * count / self.reference[0] for place, count in rest), start=1.0)
 
     def correction(self, agreement: Statement | None = None) -> Count:
         """Return what the summed gradient is to be multiplied with; `agreement` is that of all ranks."""
-        kind, total = (self.kind, self.total) if agreement is None else (agreement.kind, agreement.total)
+        found = agreement or self
         # A window that counted nothing makes no update.
-        return (self.provisional or 1.0) / total if kind == "mean" else 1.0
+        return (self.provisional or 1.0) / found.total if found.kind == "mean" else 1.0
 
     def count_of(self, agreement: Statement) -> Count | tuple[Count, ...]:
         """Return what the loss was averaged over; several numbers for several terms, on a rank without any, too."""
@@ -314,33 +317,53 @@ class Ledger:
         alike = all(isinstance(total, float) and total == first for total in self.totals)
         return first if self.sure and (alike or len(self.totals) == 1) else self.totals
 
-    def ratio(self) -> Count:
-        """Return one number for the ratios of several counts to the first: ranks must have the same."""
-        rest = enumerate(self.reference[1:], 1)
-        return sum((math.sqrt(place + 1.0) * count / self.reference[0] for place, count in rest), start=1.0)
-
     def form(self) -> str:
         """Return what a loss is made of, in words that all ranks must have in common; nothing where they may differ."""
         if not self.names or "count=" in self.names:
             return ""
         names = "its terms" if self.totals is not None else ", ".join(self.names)  # counted in advance by place alone
-        factors = [without_ones(each) for each in self.factors or []]
-        return f"{names} times {' and '.join(map(shown, factors))}" if any(factors) else names
+        factors = [same_loss.without_ones(each) for each in self.factors or []]
+        return f"{names} times {' and '.join(map(same_loss.shown, factors))}" if any(factors) else names
 
     def take(self, other: "Ledger") -> None:
         """Be as another one, with copies of its totals."""
-        vars(self).update({name: _copied(value) for name, value in vars(other).items()})
+        vars(self).update({name: copied(value) for name, value in vars(other).items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the running totals."""
         self.fold()
-        return {name: _copied(getattr(self, name)) for name in Ledger.__annotations__}
+        return {name: copied(getattr(self, name)) for name in Ledger.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with totals that were saved; older states lack some."""
         for name in Ledger.__annotations__.keys() & state.keys():
-            setattr(self, name, _copied(state[name]))
+            setattr(self, name, copied(state[name]))
         self.totals = None if self.totals is None else tuple(self.totals)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a number, or of several."""
+    if isinstance(value, list | tuple):
+        return type(value)([copied(each) for each in value])
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def precise_type(device: torch.device) -> torch.dtype:
+    """Return what numbers are added up in on a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def in_a_row(counts: Sequence[Count], like: Tensor) -> Tensor:
+    """Put counts into one tensor, on the device of `like`, as precise as that can hold them."""
+    precise = precise_type(like.device)
+    alike = all(isinstance(count, Tensor) and count.dtype == like.dtype for count in counts)
+    tensors = [
+        count.to(count.dtype if alike else precise).reshape(())
+        if isinstance(count, Tensor)
+        else torch.full((), count, dtype=precise, device=like.device)
+        for count in counts
+    ]
+    return torch.stack(tensors).to(precise)
 
 
 def _value(loss: Tensor) -> Count:
@@ -348,29 +371,11 @@ def _value(loss: Tensor) -> Count:
     return loss.item() if loss.is_cpu else loss.detach().reshape(())
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)([_copied(each) for each in value])
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def over_data(terms: list[Term]) -> list[Term]:
-    """Return those that depend on data."""
-    return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
-
-
-def is_whole(data: list[Term]) -> bool:
-    """Whether some term is a mean over all samples: one that is zero in another micro-batch would count there, too."""
-    return any(term.kind == "mean" and not term.chosen for term in data)
-
-
 def _weighed(value: Count, weight: Count) -> Count:
     """Multiply; what weighs nothing may be NaN."""
-    return torch.where(weight > 0, value * weight, 0.0) if isinstance(weight, Tensor) else value * weight
-
-
-def _is_zero(weight: Count) -> bool:
-    return isinstance(weight, float) and weight == 0.0
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, value * weight, 0.0)
+    return value * weight if weight else 0.0
 
 
 def _ratio(count: Count, total: Count) -> Count:

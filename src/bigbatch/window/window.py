@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.distributed.statement import Statement, Words, rates
-from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
-from bigbatch.loss import refusals
+from bigbatch.distributed.statement import Statement, rates
+from bigbatch.errors import LossError, StateError, WindowBroken, WindowError
 from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
 from bigbatch.update import Update
 from bigbatch.window.all_at_once import is_hollow, weigh_together
-from bigbatch.window.backward import refuse_rounded_weights, run_backward, weigh_terms
+from bigbatch.window.backward import Starts, refuse_rounded_weights, run_backward, weigh_terms
 from bigbatch.window.gradients import Gradients, refuse_unfit
-from bigbatch.window.same_loss import several
-from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
-from bigbatch.window.tally import Ledger, Weights
+from bigbatch.window.tally import Ledger, Weights, copied
 
 
 @dataclass(slots=True)
@@ -78,7 +75,7 @@ class Window:
         )
         if totals is not None:
             ledger.own_totals, ledger.totals = totals, team.totals(totals, self.gradients.device)
-        self._starts = Starts(stepper, self.gradients)
+        self._starts = Starts(stepper.scaler, self.gradients)
         self._witness = stepper.open(self)
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.state = OPEN
@@ -122,15 +119,10 @@ class Window:
         So it does at its end: the caller, who knows that all is done, opens it again. Where `reading` is how a plain
         mean was read, it returns what the next loss that is read so need not pass again.
         """
-        ledger, team, dtype = self.ledger, self._team, loss.dtype
+        ledger, team = self.ledger, self._team
         if not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        if not team.is_alone:
-            team.check_loss(dtype)
-            self._agree_on_unit(terms)
-        weights = ledger.weigh(terms)
-        if not ledger.micro_batches:
-            self._await(terms)
+        weights = self._weights(loss, terms)
         factors: dict[Node, Tensor] = {}
         self.state = BROKEN
         if ledger.in_common or not weights.nothing:  # where it is in common, every pass is a meeting
@@ -138,11 +130,11 @@ class Window:
             self._note_gradients()
             if not self._shown:
                 self._show(terms, weights)
-        self.ledger.enter(terms, weights, loss, factors)
+        ledger.enter(terms, weights, loss, factors)
         if reading is None or not (only_own and self._shown and team.is_alone and ledger.is_plain and loss.is_cpu):
             return None
-        is_weighed = self._stepper.scaler is None and dtype not in LOW_PRECISION and self.residual == 1.0
-        return Alike(reading, dtype, ledger) if is_weighed else None
+        is_weighed = self._stepper.scaler is None and loss.dtype not in LOW_PRECISION and self.residual == 1.0
+        return Alike(reading, loss.dtype, ledger) if is_weighed else None
 
     def add_alike(self, loss: Tensor, count: float, alike: "Alike") -> None:
         """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
@@ -168,41 +160,35 @@ class Window:
 
         Others scale losses where a scaler does.
         """
-        ledger, first = self.ledger, self.untouched
+        first = self.untouched
         if not first and not self._stepper.weighed:
             raise WindowError(
                 "this window was begun with accumulator.backward(loss), and goes on with it.",
                 fix="backward, or weigh and settle, for all micro-batches of a window",
             )
-        self._team.check_loss(loss.dtype)
-        ledger.small = True  # somebody may multiply with a loss scale, which is tuned to means
-        self._agree_on_unit(terms)
-        weights = ledger.weigh(terms)
-        if first:
-            self._await(terms)
-            self._stepper.weighed = True  # others step for it
+        self.ledger.small = True  # somebody may multiply with a loss scale, which is tuned to means
+        weights = self._weights(loss, terms)
+        self._stepper.weighed = True  # others step for it
         factors: dict[Node, Tensor] = {}
         around = self._around = ExitStack()
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else []
         start = self._starts.of(weights.whole, loss, first=first, scaled=False) * times
-        arrived: list[Tensor] = []
-        found: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor]] = []  # the gradient that came to the loss, and what it was made
         queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
         def weighed(gradient: Tensor) -> Tensor:
             queue(lambda: queue(added))  # behind what the backward itself leaves for its end, as FSDP does
-            arrived.append(gradient)
-            found.append(gradient * start)
-            return found[0]
+            found.append((gradient, gradient * start))
+            return found[0][1]
 
         def added() -> None:
             around.close()
             for hook in hooks:
                 hook.remove()
             self._note_gradients()
-            scale = found[0].reshape(())
-            known = {} if weights.of_value is not None else {node: factor / scale for node, factor in factors.items()}
-            self.ledger.enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
+            came, weighted = found[0]
+            value = loss.detach() * self._starts.undivided(times, came)
+            self.ledger.enter(terms, weights, value, _apart(factors, weights, weighted))
             self._failure, self.state = None, OPEN
 
         around.enter_context(self._team.around_backward(self.gradients.parameters, adds=not weights.nothing))
@@ -253,9 +239,7 @@ class Window:
 
     def enter_replayed(self, terms: list[Term], loss: Tensor) -> None:
         """Enter a micro-batch whose gradient a replay of a captured micro-step has added."""
-        weights = self.ledger.weigh(terms)
-        if not self.ledger.micro_batches:
-            self._await(terms)
+        weights = self._weights(loss, terms)
         if not self._shown:
             self._show(terms, weights)
         self.ledger.enter(terms, weights, loss, {})
@@ -272,14 +256,21 @@ class Window:
             self._stepper.arrival.start(self.ledger.first_count)
         self.gradients.remember()
 
-    def _agree_on_unit(self, terms: list[Term]) -> None:
-        """Agree on a unit of weights, once, where a scaler is tuned to means: it would overflow with those of sums."""
-        ledger, scaler = self.ledger, self._stepper.scaler
-        known = ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
-        if ledger.in_common and not known and scaler is not None and scaler.is_enabled():
-            own = next((term.count for term in terms if term.kind == "mean"), 0.0)
-            (total,) = self._team.totals((own * ledger.steps,), self.gradients.device)
-            ledger.provisional = self._team.unit = max(float(total), 1.0)
+    def _weights(self, loss: Tensor, terms: list[Term]) -> Weights:
+        """Weigh a micro-batch, or raise; a first one begins to tell others, and the host, what it counts."""
+        ledger, team, scaler = self.ledger, self._team, self._stepper.scaler
+        if not team.is_alone:
+            team.check_loss(loss.dtype)
+            # Where a scaler is tuned to means, weights of sums would overflow: ranks agree on a unit, once.
+            known = ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
+            if ledger.in_common and not known and scaler is not None and scaler.is_enabled():
+                own = next((term.count for term in terms if term.kind == "mean"), 0.0)
+                (total,) = team.totals((own * ledger.steps,), self.gradients.device)
+                ledger.provisional = team.unit = max(float(total), 1.0)
+        weights = ledger.weigh(terms)
+        if not ledger.micro_batches:
+            self._await(terms)
+        return weights
 
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
@@ -304,9 +295,7 @@ class Window:
                 adds = not (self.ledger.in_common and weights.nothing)
                 with self._team.around_backward(self.gradients.parameters, adds=adds):
                     run_backward(loss, start, leaves)
-            if not factors or weights.of_value is not None:
-                return {}  # the value of the whole says it all
-            return {node: factor / start.reshape(()) for node, factor in factors.items()}
+            return _apart(factors, weights, start) if factors else {}
         finally:
             for hook in hooks:
                 hook.remove()
@@ -330,8 +319,7 @@ class Window:
 
     def _show(self, terms: list[Term], weights: Weights) -> None:
         """Show the first gradient, unless no one weight would make it a gradient of its own."""
-        mean = next((term for term in terms if term.kind == "mean"), None)
-        self._shown = True
+        self._shown, mean = True, next((term for term in terms if term.kind == "mean"), None)
         if mean is not None and not weights.each and self._witness is not None:
             self._witness.first(self, weights.whole * self.scale, mean.count)
 
@@ -373,14 +361,14 @@ class Window:
         """Agree on what was counted, correct, add up and step. One process agrees with itself, without waiting."""
         ledger, gradients, team, stepper = self.ledger, self.gradients, self._team, self._stepper
         ledger.fold()
-        if ledger.totals is not None:
-            ledger.refuse_other_totals()
-        if ledger.in_ratio is not None:
-            self._refuse_lost_ratio()
-        mine = ledger.statement()
-        agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
+        ledger.refuse_late()
+        agreement = ledger.statement()
+        if not team.is_alone:
+            settings = {} if team.windows else stepper.settings(gradients.dtype)  # in the first window
+            words = {"form": {"loss": ledger.form()}, "common": {"lr": rates(stepper.optimizers), **settings}}
+            agreement = team.agree(agreement._replace(going=int(goes_on)), words, gradients)
         loss, _ = agreement.big_loss(), finite(agreement.total)
-        nothings = ledger.nothings if team.is_alone else agreement.nothings  # a device is not waited for
+        nothings = agreement.nothings  # a device is not waited for
         if not isinstance(nothings, Tensor) and nothings and stepper.scaler is None and not stepper.skip_nonfinite:
             self._refuse_hollow()
         team.share_buffers()  # before the step, which may fail on one rank: the others would wait here
@@ -390,16 +378,14 @@ class Window:
         if self._counted_anything(agreement):
             if self._witness is not None:
                 self._witness.whole(self)
-            correction = ledger.correction(agreement) * self._starts.correction()
-            rest = team.reduce(gradients, correction, agreement)
+            rest = team.reduce(gradients, ledger.correction(agreement) * self._starts.correction(), agreement)
             if stepping:
                 norm, skipped = stepper.step(gradients, rest)
             else:
                 stepper.hand_over(gradients, rest)
-                gradients.let_go()
                 skipped = False
         team.windows += 1
-        self._end(released=stepping or skipped is True)
+        self._end(cleared=stepping or skipped is True)
         return Update(
             micro_batches=agreement.micro_batches,
             count=ledger.count_of(agreement),
@@ -422,36 +408,6 @@ class Window:
                 fix_in_step="counted((values * mask).sum() / mask.sum().clamp(min=1), mask.sum())",
             )
 
-    def _said(self, mine: Statement, *, goes_on: bool) -> tuple[Statement, Words]:
-        """Say what other ranks must know of this window beside its totals; the settings in the first one."""
-        ledger, stepper = self.ledger, self._stepper
-        mine = mine._replace(
-            going=int(goes_on),
-            shares_once=ledger.shares_once and ledger.kind != "mean",
-            ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else -1.0,
-            nothings=ledger.nothings,
-        )
-        settings = {} if self._team.windows else stepper.settings(self.gradients.dtype)
-        return mine, {"form": {"loss": ledger.form()}, "common": {"lr": rates(stepper.optimizers), **settings}}
-
-    def discard(self) -> None:
-        """Drop the window: no gradient is left of it."""
-        if self.state is CLOSED:  # the gradients may be another's by now
-            return
-        try:
-            self._end(released=True)
-        except BaseException:  # an interrupt: what is cleared twice is clear
-            self._end(released=True)
-            raise
-
-    def _end(self, *, released: bool) -> None:
-        if self._around is not None:
-            self._around.close()
-        if released:
-            self.gradients.release()
-        self._team.drop(self.gradients.parameters)
-        self.state, self._stepper.window = CLOSED, None
-
     def _counted_anything(self, agreement: Statement) -> bool:
         """Whether anything was counted, by anyone; an empty window makes no update."""
         is_under_way = self.ledger.first_count is not None and agreement.kind in {"mean", "known"}
@@ -462,40 +418,55 @@ class Window:
         totals = self.ledger.totals
         return agreement.micro_batches > 0 and (not totals or any(bool(total > 0) for total in totals))
 
-    def _refuse_lost_ratio(self) -> None:
-        """On a device, whether counts are told and keep their ratio is only known now: one wait, before the step."""
-        if bool(self.ledger.in_ratio):
+    def discard(self) -> None:
+        """Drop the window: no gradient is left of it."""
+        if self.state is CLOSED:  # the gradients may be another's by now
             return
-        if len(self.ledger.names) == 1:
-            raise refusals.scaled_sum("Div", "a tensor")
-        raise SeveralCounts(several(", ".join(self.ledger.names), "counts in no constant ratio"))
+        try:
+            self._end(cleared=True)
+        except BaseException:  # an interrupt: what is cleared twice is clear
+            self._end(cleared=True)
+            raise
+
+    def _end(self, *, cleared: bool) -> None:
+        if self._around is not None:
+            self._around.close()
+        self.gradients.release(cleared=cleared)
+        self._team.drop(self.gradients.parameters)
+        self.state, self._stepper.window = CLOSED, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window: its provisional gradients and its running totals."""
         self.check()
-        residual = self._starts.residual
         return {
-            "gradients": self.gradients.snapshot(),
-            "residual": residual.clone() if isinstance(residual, Tensor) else residual,
+            "gradients": [None if p.grad is None else p.grad.detach().clone() for p in self.gradients.parameters],
+            "residual": copied(self._starts.residual),
             "double": self.ledger.precise,
             **self.ledger.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a window was saved that `refuse_unfit` has let pass; where that fails, nothing goes on."""
-        self.state = BROKEN
+        self.state, ledger, gradients = BROKEN, self.ledger, self.gradients
         try:
-            self.ledger.load_state_dict(state)
-            self.gradients.restore(state["gradients"])
-            residual = state["residual"]
-            self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
+            ledger.load_state_dict(state)
+            pairs = zip(state["gradients"], gradients.parameters, strict=True)
+            gradients.preset([None if saved is None else saved.to(p.device, copy=True) for saved, p in pairs])
+            self._starts.residual = copied(state["residual"])
         except BaseException as error:
             self._failure = error, f"the window that was saved could not be loaded: {type(error).__name__}."
-            self.gradients.release()
+            gradients.release()
             raise
-        self.state = OPEN
-        self.ledger.precise, self.ledger.first_count = bool(state["double"]), None
+        ledger.precise, ledger.first_count, self.state = bool(state["double"]), None, OPEN
         self._shown = True  # or never: its first gradient has others added to it by now
+
+
+def _apart(factors: dict[Node, Tensor], weights: Weights, start: Tensor) -> dict[Node, Tensor]:
+    """Return what is between a loss and its terms, from the gradients that have come to them; none where it is known.
+
+    The value of the whole says it all there.
+    """
+    return {} if weights.of_value is not None else {node: each / start.reshape(()) for node, each in factors.items()}
 
 
 def refuse_unfit_window(state: object, stepper: Stepper, dtype: torch.dtype | None) -> None:
