@@ -1,4 +1,5 @@
-# ruff: noqa: ARG005, E501  (a row of a table is a line, and a lambda of a family takes what the others take)
+# ruff: noqa: ARG005, B008, E501  (a row of a table is a line, and a lambda of a family takes what the others take)
+# fmt: off
 """A specification of what the reader knows: of every operation, along every axis, which outcome is right.
 
 A row is one operation on the output of a model, made so that its node appears in the graph. `APART`: it acts on each
@@ -25,7 +26,15 @@ APART, MIXED, CLOSED, UNSEEN = "apart", "mixed", "closed", "unseen"
 FEATURES = 5
 Make: TypeAlias = Any  # (output, batch, model) -> tensor; mypy cannot infer a lambda that binds a loop's variable
 Put: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # into a base, by an index, rows
+Windows: TypeAlias = tuple[tuple[int, ...], ...]
 CONST = torch.linspace(0.3, 1.7, 6, dtype=torch.float64)
+# What torch calls a function whose node is called so: `NAMED["leakyrelu"]`.
+NAMED: dict[str, Any] = {name.replace("_", ""): value for home in (torch, torch.special, F) for name, value in vars(home).items() if callable(value) and name[-1] != "_"}
+
+
+def named(names: str) -> dict[str, Any]:
+    """The functions of torch behind these nodes."""
+    return {name: NAMED[name.removeprefix("Special").lower()] for name in names.split()}
 
 
 class Net(nn.Module):
@@ -37,19 +46,16 @@ class Net(nn.Module):
         self.shape, self.tokens = tuple(shape), tokens and len(shape) > 1
         width = shape[-1]
         self.layer = nn.Linear(FEATURES, width if self.tokens else math.prod(shape))
-        self.p = nn.Parameter(torch.rand(width) + 0.5)
-        self.s = nn.Parameter(torch.rand(()) + 0.5)
-        self.square = nn.Parameter(torch.randn(width, width))
-        self.table = nn.Parameter(torch.randn(7, width))
+        self.p, self.s = nn.Parameter(torch.rand(width) + 0.5), nn.Parameter(torch.rand(()) + 0.5)
+        self.square, self.table = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(7, width))
         self.kernel = nn.Parameter(torch.randn(shape[0], shape[0], *(2 for _ in shape[1:])))
         self.register_buffer("frozen", torch.randn(width, width))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         """The output."""
-        if self.tokens:
-            return self.layer(x).view(len(x), *self.shape)
-        return self.layer(x[:, 0]).view(len(x), *self.shape)
+        out: Tensor = self.layer(x if self.tokens else x[:, 0])
+        return out.view(len(x), *self.shape)
 
 
 def batches(shape: Sequence[int], sizes: Sequence[int], seed: int) -> list[Batch]:
@@ -57,17 +63,11 @@ def batches(shape: Sequence[int], sizes: Sequence[int], seed: int) -> list[Batch
     by = torch.Generator().manual_seed(seed)
 
     def one(n: int) -> Batch:
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=by, dtype=torch.float64)
-
+        normal = functools.partial(torch.randn, generator=by, dtype=torch.float64)
         return {
-            "x": normal(n, max(math.prod(shape[:-1]), 1), FEATURES),
-            "d": normal(n, *shape),
-            "mask": torch.rand(n, *shape, generator=by) < 0.6,
-            "label": torch.randint(shape[0], (n,), generator=by),
-            "last": torch.randint(shape[-1], (n, *shape[:-1]), generator=by),
-            "inner": torch.randint(shape[0], (n, *shape[1:]), generator=by),
-            "w": torch.rand(n, generator=by, dtype=torch.float64) + 0.5,
+            "x": normal(n, max(math.prod(shape[:-1]), 1), FEATURES), "d": normal(n, *shape), "mask": torch.rand(n, *shape, generator=by) < 0.6,
+            "label": torch.randint(shape[0], (n,), generator=by), "last": torch.randint(shape[-1], (n, *shape[:-1]), generator=by),
+            "inner": torch.randint(shape[0], (n, *shape[1:]), generator=by), "w": torch.rand(n, generator=by, dtype=torch.float64) + 0.5,
             "row": torch.randint(7, (n,), generator=by),
         }
 
@@ -83,7 +83,7 @@ class Row:
     make: Make
     outcome: str = APART
     shape: tuple[int, ...] = (3, 4)
-    windows: tuple[tuple[int, ...], ...] = ((3, 2, 5), (3, 1, 4))
+    windows: Windows = ((3, 2, 5), (3, 1, 4))
     aligned: bool = True  # its rows lie in the order of the samples
     brief: bool = False  # one of a long family: fewer consumers are tried
 
@@ -97,50 +97,42 @@ def _slope(x: Tensor) -> Tensor:
 
 
 def unary() -> Iterator[Row]:
-    """One input, element by element."""
-    table: dict[str, Callable[[Tensor], Tensor]] = {
-        "Exp": torch.exp, "Exp2": torch.exp2, "Expm1": torch.expm1, "Log": lambda x: x.abs().log(), "Log2": lambda x: x.abs().log2(),
-        "Log10": lambda x: x.abs().log10(), "Log1P": lambda x: x.abs().log1p(), "Sqrt": lambda x: x.abs().sqrt(), "Rsqrt": lambda x: x.abs().rsqrt(),
-        "Neg": torch.neg, "Abs": torch.abs, "Sgn": lambda x: x * x.sgn(), "Sign": lambda x: x * x.sign(), "Sin": torch.sin, "Cos": torch.cos, "Tan": lambda x: x.tanh().tan(),
-        "Asin": lambda x: (x.tanh() * 0.9).asin(), "Acos": lambda x: (x.tanh() * 0.9).acos(), "Atan": torch.atan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Tanh": torch.tanh,
-        "Asinh": torch.asinh, "Acosh": lambda x: (x.abs() + 1.5).acosh(), "Atanh": lambda x: (x.tanh() * 0.9).atanh(), "Sigmoid": torch.sigmoid,
-        "LogSigmoid": F.logsigmoid, "Softplus": F.softplus, "Relu": F.relu, "LeakyRelu": F.leaky_relu, "Elu": F.elu, "Celu": F.celu, "Gelu": F.gelu, "Silu": F.silu,
-        "Mish": F.mish, "Hardtanh": F.hardtanh, "Hardswish": F.hardswish, "Hardsigmoid": F.hardsigmoid, "Hardshrink": F.hardshrink, "Softshrink": F.softshrink,
+    """One input, element by element: functions of any number, of one between 0 and 1, and those with more to say."""
+    table: dict[str, Any] = named(
+        "Exp Exp2 Expm1 Neg Abs Sin Cos Atan Sinh Cosh Tanh Asinh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu Silu Mish Hardtanh Hardswish "
+        "Hardsigmoid Hardshrink Softshrink Erf Erfc Clone Sinc SpecialErfcx SpecialLogNdtr NanToNum Frac"
+    )
+    inside = named("Log Log2 Log10 Log1P Sqrt Rsqrt Tan Asin Acos Atanh Erfinv Reciprocal Logit Digamma Lgamma SpecialEntr SpecialNdtri")
+    table |= {name: lambda x, f=f: f(0.8 * x.sigmoid() + 0.1) for name, f in inside.items()}
+    table |= {name: lambda x, f=f: x * f(x) for name, f in named("Sgn Sign Round Floor Ceil Trunc").items()}
+    table |= {
         "Threshold": lambda x: F.threshold(x, 0.1, 0.0), "Clamp": lambda x: x.clamp(-0.8, 1.1), "ClampMin": lambda x: x.clamp_min(0.1), "ClampMax": lambda x: x.clamp_max(0.1),
-        "Erf": torch.erf, "Erfc": torch.erfc, "Erfinv": lambda x: (x.tanh() * 0.9).erfinv(), "Reciprocal": lambda x: (x.abs() + 1).reciprocal(), "ToCopy": lambda x: x.to(torch.complex128).abs(),
-        "Clone": torch.clone, "Alias": torch.ops.aten.alias, "Sinc": torch.sinc, "Logit": lambda x: x.sigmoid().logit(), "Digamma": lambda x: (x.abs() + 1).digamma(),
-        "Lgamma": lambda x: (x.abs() + 1).lgamma(), "Polygamma": lambda x: (x.abs() + 1).polygamma(1), "SpecialEntr": lambda x: torch.special.entr(x.abs() + 0.1),
-        "SpecialErfcx": torch.special.erfcx, "SpecialNdtri": lambda x: torch.special.ndtri(x.sigmoid()), "SpecialLogNdtr": torch.special.log_ndtr,
-        "NanToNum": torch.nan_to_num, "Round": lambda x: x * x.round(), "Floor": lambda x: x * x.floor(), "Ceil": lambda x: x * x.ceil(), "Trunc": lambda x: x * x.trunc(), "Frac": torch.frac,
+        "Acosh": lambda x: (x.abs() + 1.5).acosh(), "ToCopy": lambda x: x.to(torch.complex128).abs(), "Alias": torch.ops.aten.alias, "Polygamma": lambda x: (x.abs() + 1).polygamma(1),
         "Expand": lambda x: x.unsqueeze(1).expand(len(x), 2, *x.shape[1:]), "Conj": lambda x: torch.complex(x, x.sin()).conj().abs(),
-        "NativeDropout": lambda x: torch.native_dropout(x, 0.0, train=True)[0],
+        "NativeDropout": lambda x: torch.native_dropout(x, 0.0, train=True)[0], "Rsub": lambda x: torch.rsub(x, 1.0), "TanhBackward": _slope,
         "RreluWithNoise": lambda x: torch.ops.aten.rrelu_with_noise(x.contiguous(), torch.zeros(x.shape).to(x), 0.2, 0.2, True),
-        "Rsub": lambda x: torch.rsub(x, 1.0), "Angle": lambda x: torch.complex(x, x.sin() + 0.1).angle(), "ViewAsReal": lambda x: torch.view_as_real(torch.complex(x, x.sin())),
-        "ViewAsComplex": lambda x: torch.view_as_complex(torch.stack([x, x.sin()], -1)).abs(), "TanhBackward": _slope,
-    }  # fmt: skip
-    for name, f in table.items():
-        for place in range(3):
-            yield Row(name, f"samples {place}", lambda x, b, m, f=f, place=place: f(x.movedim(0, place)), brief=True)
+        "Angle": lambda x: torch.complex(x, x.sin() + 0.1).angle(), "ViewAsReal": lambda x: torch.view_as_real(torch.complex(x, x.sin())),
+        "ViewAsComplex": lambda x: torch.view_as_complex(torch.stack([x, x.sin()], -1)).abs(),
+    }
+    for (name, f), place in product(table.items(), range(3)):
+        yield Row(name, f"samples {place}", lambda x, b, m, f=f, place=place: f(x.movedim(0, place)), brief=True)
 
 
 def binary() -> Iterator[Row]:
     """Two or three inputs that broadcast against each other: with what, and is each sample still alone?"""
-    loss: Any = F
-    table: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "Add": torch.add, "Sub": torch.sub, "Rsub": torch.rsub, "Mul": torch.mul, "Div": lambda a, b: a / (b.abs() + 1), "Pow": lambda a, b: (a.abs() + 0.5) ** b.tanh(),
-        "Atan2": torch.atan2, "Lerp": lambda a, b: torch.lerp(a, b, 0.3), "Addcmul": lambda a, b: torch.addcmul(a, b, b), "Addcdiv": lambda a, b: torch.addcdiv(a, b, b.abs() + 1),
-        "Maximum": torch.maximum, "Minimum": torch.minimum, "Fmax": torch.fmax, "Fmin": torch.fmin, "Logaddexp": torch.logaddexp, "Logaddexp2": torch.logaddexp2,
-        "Hypot": torch.hypot, "Xlogy": lambda a, b: torch.xlogy(a, b.abs() + 0.1), "SpecialXlog1Py": lambda a, b: torch.special.xlog1py(a, b.abs()),
+    table: dict[str, Any] = named("Add Sub Rsub Mul Atan2 Maximum Minimum Fmax Fmin Logaddexp Logaddexp2 Hypot")
+    table |= {
+        "Div": lambda a, b: a / (b.abs() + 1), "Pow": lambda a, b: (a.abs() + 0.5) ** b.tanh(), "Lerp": lambda a, b: torch.lerp(a, b, 0.3), "Addcmul": lambda a, b: torch.addcmul(a, b, b),
+        "Addcdiv": lambda a, b: torch.addcdiv(a, b, b.abs() + 1), "Xlogy": lambda a, b: torch.xlogy(a, b.abs() + 0.1), "SpecialXlog1Py": lambda a, b: torch.special.xlog1py(a, b.abs()),
         "Fmod": lambda a, b: a.fmod(b.detach().abs() * 0.3 + 0.1) * a, "Remainder": lambda a, b: a.remainder(b.detach().abs() * 0.3 + 0.1) * a, "Copysign": lambda a, b: torch.copysign(a, b).exp(),
         "Clamp": lambda a, b: a.clamp(min=b), "Where": lambda a, b: torch.where(b.detach() > 0, a, b), "MaskedFill": lambda a, b: a.masked_fill(b.detach() > 0, 0.0),
-        "Complex": lambda a, b: torch.complex(a, b).abs(), "Polar": lambda a, b: torch.polar(a.abs(), b).real,
-        "PreluKernel": lambda a, b: torch.ops.aten._prelu_kernel(*torch.broadcast_tensors(a, b)),
-        "MseLoss": lambda a, b: loss.mse_loss(*torch.broadcast_tensors(a, b), reduction="none"), "SmoothL1Loss": lambda a, b: loss.smooth_l1_loss(*torch.broadcast_tensors(a, b), reduction="none"),
-        "HuberLoss": lambda a, b: loss.huber_loss(*torch.broadcast_tensors(a, b), reduction="none"),
-        "BinaryCrossEntropy": lambda a, b: loss.binary_cross_entropy(*torch.broadcast_tensors(a.sigmoid(), b.detach().sigmoid()), reduction="none"),
-        "BinaryCrossEntropyWithLogits": lambda a, b: loss.binary_cross_entropy_with_logits(*torch.broadcast_tensors(a, b.detach().sigmoid()), reduction="none"),
-        "SoftMarginLoss": lambda a, b: loss.soft_margin_loss(*torch.broadcast_tensors(a, b.detach().sign()), reduction="none"),
-    }  # fmt: skip
+        "Complex": lambda a, b: torch.complex(a, b).abs(), "Polar": lambda a, b: torch.polar(a.abs(), b).real, "PreluKernel": lambda a, b: torch.ops.aten._prelu_kernel(*torch.broadcast_tensors(a, b)),
+    }
+    targets: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+        **dict.fromkeys(("MseLoss", "SmoothL1Loss", "HuberLoss"), lambda a, b: (a, b)), "BinaryCrossEntropy": lambda a, b: (a.sigmoid(), b.detach().sigmoid()),
+        "BinaryCrossEntropyWithLogits": lambda a, b: (a, b.detach().sigmoid()), "SoftMarginLoss": lambda a, b: (a, b.detach().sign()),
+    }
+    table |= {name: lambda a, b, f=NAMED[name.lower()], given=given: f(*torch.broadcast_tensors(*given(a, b)), reduction="none") for name, given in targets.items()}
     partners: dict[str, tuple[Callable[[Tensor, Batch, Any], tuple[Tensor, Tensor]], str]] = {
         "own": (lambda x, b, m: (x, x.sin()), APART),
         "data": (lambda x, b, m: (x, b["d"]), APART),
@@ -165,24 +157,16 @@ def binary() -> Iterator[Row]:
         "expanded-column-and-row": (lambda x, b, m: (x[:, 0, :1].expand(len(x), len(x)), b["d"][:, 1, 1]), MIXED),
         "batch-mean": (lambda x, b, m: (x, x.mean(0)), MIXED),
         "first-sample": (lambda x, b, m: (x, x[:1].sin()), MIXED),
-    }  # fmt: skip
-    same_shape = {"PreluKernel": {"scalar-parameter"}}
+    }
     for (name, f), (label, (pair, outcome)) in product(table.items(), partners.items()):
-        if label in same_shape.get(name, ()):
-            continue
         fused = "Loss" in name or "Binary" in name or name in {"Where", "MaskedFill", "Fmod", "Remainder"}
-        if fused and "parameter" in label and name not in {"MseLoss", "SmoothL1Loss", "HuberLoss", "Where"}:
+        by_parameter = name not in {"MseLoss", "SmoothL1Loss", "HuberLoss", "Where"} if fused else name == "PreluKernel" and "scalar" in label
+        if "parameter" in label and by_parameter:  # it takes none
             continue
         without_gradient = name in {"Fmod", "Remainder", "MaskedFill"} or "Binary" in name or "Margin" in name
-        unseen = without_gradient and label in {"batch-mean", "first-sample"}
-        yield Row(
-            name,
-            label,
-            lambda x, b, m, f=f, pair=pair: f(*pair(x, b, m)),
-            UNSEEN if unseen else outcome,
-            windows=((5, 2, 6),) if "wide" in label else ((3, 2, 5), (3, 1, 4)),  # as many samples as steps are pairs
-            brief=True,
-        )
+        due = UNSEEN if without_gradient and label in {"batch-mean", "first-sample"} else outcome
+        windows = ((5, 2, 6),) if "wide" in label else ((3, 2, 5), (3, 1, 4))  # as many samples as steps are pairs
+        yield Row(name, label, lambda x, b, m, f=f, pair=pair: f(*pair(x, b, m)), due, windows=windows, brief=True)
 
 
 def _index(x: Tensor, dim: int) -> Tensor:
@@ -193,73 +177,48 @@ def _index(x: Tensor, dim: int) -> Tensor:
 
 def along() -> Iterator[Row]:
     """One dimension is mixed, or one is not."""
-    table: dict[str, Callable[[Tensor, int], Tensor]] = {
-        "Softmax": torch.softmax, "LogSoftmax": torch.log_softmax, "SafeSoftmax": torch._safe_softmax, "Cumsum": torch.cumsum, "Cumprod": torch.cumprod,
-        "Logcumsumexp": torch.logcumsumexp, "Cummax": lambda x, d: x.cummax(d).values, "Cummin": lambda x, d: x.cummin(d).values, "Sort": lambda x, d: x.sort(d).values,
-        "Topk": lambda x, d: x.topk(1, d).values, "Gather": lambda x, d: x.gather(d, _index(x, d)), "Glu": F.glu,
+    table: dict[str, Any] = named("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Glu")
+    table |= {name: lambda x, d, f=f: f(x, dim=d)[0] for name, f in named("Cummax Cummin Sort Unbind").items()}
+    table |= {
+        "Topk": lambda x, d: x.topk(1, d).values, "Gather": lambda x, d: x.gather(d, _index(x, d)), "IndexFill": lambda x, d: x.index_fill(d, torch.tensor([0]), 0.5),
         "IndexAdd": lambda x, d: x.index_add(d, torch.arange(x.shape[d]).flip(0), x.sin()), "ScatterAdd": lambda x, d: x.scatter_add(d, _index(x, d), x.sin()),
         "Scatter": lambda x, d: x.scatter(d, _index(x, d), x.sin()), "ScatterReduce": lambda x, d: x.scatter_reduce(d, _index(x, d), x.sin(), "prod"),
-        "IndexCopy": lambda x, d: x.index_copy(d, torch.tensor([0]), x.sin().narrow(d, x.shape[d] - 1, 1)), "IndexFill": lambda x, d: x.index_fill(d, torch.tensor([0]), 0.5),
-        "Roll": lambda x, d: x.roll(1, d), "Flip": lambda x, d: x.flip(d), "Unfold": lambda x, d: x.unfold(d, 2, 1), "ConstantPadNd": lambda x, d: F.pad(x.movedim(d, -1), (1, 0)),
-        "Slice": lambda x, d: x.narrow(d, 1, x.shape[d] - 1), "Select": lambda x, d: x.select(d, 0), "Unbind": lambda x, d: x.unbind(d)[0],
+        "IndexCopy": lambda x, d: x.index_copy(d, torch.tensor([0]), x.sin().narrow(d, x.shape[d] - 1, 1)), "ConstantPadNd": lambda x, d: F.pad(x.movedim(d, -1), (1, 0)),
+        "Roll": lambda x, d: x.roll(1, d), "Flip": lambda x, d: x.flip(d), "Unfold": lambda x, d: x.unfold(d, 2, 1), "Slice": lambda x, d: x.narrow(d, 1, x.shape[d] - 1), "Select": lambda x, d: x.select(d, 0),
         "Split": lambda x, d: x.split(2, d)[0], "SplitWithSizes": lambda x, d: x.split([1, x.shape[d] - 1], d)[1], "UnsafeSplit": lambda x, d: x.unsafe_split(2, d)[0],
         "UnsafeSplitWithSizes": lambda x, d: x.unsafe_split_with_sizes([1, x.shape[d] - 1], d)[1], "IndexSelect": lambda x, d: x.index_select(d, torch.tensor([0, 1])),
-        "Index": lambda x, d: x.movedim(d, 0)[torch.tensor([0, 1])], "Renorm": lambda x, d: torch.renorm(x, 2, d, 0.5),
-        "FftR2C": lambda x, d: torch.fft.rfft(x, dim=d).abs(), "FftC2R": lambda x, d: torch.fft.irfft(torch.complex(x, x.sin()), 4, dim=d),
-        "FftC2C": lambda x, d: torch.fft.fft(torch.complex(x, x.sin()), dim=d).abs(),
-    }  # fmt: skip
+        "Index": lambda x, d: x.movedim(d, 0)[torch.tensor([0, 1])], "Renorm": lambda x, d: torch.renorm(x, 2, d, 0.5), "FftR2C": lambda x, d: torch.fft.rfft(x, dim=d).abs(),
+        "FftC2R": lambda x, d: torch.fft.irfft(torch.complex(x, x.sin()), 4, dim=d), "FftC2C": lambda x, d: torch.fft.fft(torch.complex(x, x.sin()), dim=d).abs(),
+    }
     for (name, f), place, dim in product(table.items(), range(3), range(3)):
-        even = name == "Glu"
         apart = dim == place if name == "Renorm" else dim != place  # renorm takes each slice of a dimension alone
-        mixed = (
-            UNSEEN if name in {"Index", "IndexSelect", "Gather"} else MIXED
-        )  # rows by number: a mask may have given them
-        yield Row(
-            name,
-            f"samples {place} dim {dim}",
-            lambda x, b, m, f=f, place=place, dim=dim: f(x.movedim(0, place), dim),
-            APART if apart else mixed,
-            (4, 6) if even else (3, 4),
-            ((4, 2, 6), (2, 4, 4)) if even else ((3, 2, 5), (3, 2, 4)),
-        )
-    for (name, f), dim in product(table.items(), (1, 2)):
-        if name != "Glu":
-            yield Row(
-                name, f"last dim {-dim}", lambda x, b, m, f=f, dim=dim: f(x, -dim), MIXED if name == "Renorm" else APART
-            )
+        mixed = UNSEEN if name in {"Index", "IndexSelect", "Gather"} else MIXED  # rows by number: a mask may have given them
+        shape, windows = ((4, 6), ((4, 2, 6), (2, 4, 4))) if name == "Glu" else ((3, 4), ((3, 2, 5), (3, 2, 4)))
+        yield Row(name, f"samples {place} dim {dim}", lambda x, b, m, f=f, place=place, dim=dim: f(x.movedim(0, place), dim), APART if apart else mixed, shape, windows)
+        if not place and dim and name != "Glu":
+            yield Row(name, f"last dim {-dim}", lambda x, b, m, f=f, dim=dim: f(x, -dim), MIXED if name == "Renorm" else APART)
 
 
 def reductions() -> Iterator[Row]:
     """Some dimensions are reduced, or all; with the dimension kept it is set against its own input, as people do."""
-    table: dict[str, Callable[[Tensor, Any, bool], Tensor]] = {
-        "Sum": torch.sum, "Mean": torch.mean, "Nansum": torch.nansum, "Var": lambda x, d, k: x.var(d, keepdim=k), "Std": lambda x, d, k: x.std(d, keepdim=k),
-        "VarMean": lambda x, d, k: sum(torch.var_mean(x, d, keepdim=k), torch.zeros(())), "StdMean": lambda x, d, k: sum(torch.std_mean(x, d, keepdim=k), torch.zeros(())),
-        "Logsumexp": torch.logsumexp, "Amax": torch.amax, "Amin": torch.amin, "LinalgVectorNorm": lambda x, d, k: torch.linalg.vector_norm(x, dim=d, keepdim=k),
-        "Norm": lambda x, d, k: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [d] if isinstance(d, int) else d, k),
-    }  # fmt: skip
-    single: dict[str, Callable[[Tensor, int, bool], Tensor]] = {
-        "Prod": torch.prod, "Max": lambda x, d, k: x.max(d, k).values, "Min": lambda x, d, k: x.min(d, k).values, "Median": lambda x, d, k: x.median(d, k).values,
-        "Nanmedian": lambda x, d, k: x.nanmedian(d, k).values, "Kthvalue": lambda x, d, k: x.kthvalue(1, d, k).values, "Mode": lambda x, d, k: x.mode(d, k).values,
-        "Aminmax": lambda x, d, k: torch.sub(*torch.aminmax(x, dim=d, keepdim=k)),
-    }  # fmt: skip
-    whole: dict[str, Callable[[Tensor], Tensor]] = {
-        "Prod": lambda x: (1 + 0.1 * x).prod(), "Max": torch.max, "Min": torch.min, "Median": torch.median, "Nanmedian": torch.nanmedian, "Norm": lambda x: torch.ops.aten.norm.Scalar(x, 2),
-        "Var": torch.var, "Std": torch.std, "Amax": torch.amax, "Logsumexp": lambda x: x.logsumexp((0, 1, 2)), "Nansum": torch.nansum, "Aminmax": lambda x: torch.sub(*torch.aminmax(x)),
-        "LinalgVectorNorm": torch.linalg.vector_norm, "Sum": torch.sum, "Mean": torch.mean,
-    }  # fmt: skip
+    several: dict[str, Callable[..., Tensor]] = named("Sum Mean Nansum Var Std Logsumexp Amax Amin") | {
+        "VarMean": lambda x, d, keepdim: sum(torch.var_mean(x, d, keepdim=keepdim), torch.zeros(())), "StdMean": lambda x, d, keepdim: sum(torch.std_mean(x, d, keepdim=keepdim), torch.zeros(())),
+        "LinalgVectorNorm": lambda x, d, keepdim: torch.linalg.vector_norm(x, dim=d, keepdim=keepdim),
+        "Norm": lambda x, d, keepdim: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [d] if isinstance(d, int) else d, keepdim),
+    }
+    single: dict[str, Callable[..., Tensor]] = {name: lambda x, d, keepdim, f=f: f(x, dim=d, keepdim=keepdim).values for name, f in named("Max Min Median Nanmedian Mode").items()} | {
+        "Prod": torch.prod, "Kthvalue": lambda x, d, keepdim: x.kthvalue(1, d, keepdim).values, "Aminmax": lambda x, d, keepdim: torch.sub(*torch.aminmax(x, dim=d, keepdim=keepdim)),
+    }
+    whole: dict[str, Callable[[Tensor], Tensor]] = named("Max Min Median Nanmedian Var Std Amax Nansum Sum Mean") | {
+        "Prod": lambda x: (1 + 0.1 * x).prod(), "Norm": lambda x: torch.ops.aten.norm.Scalar(x, 2), "Logsumexp": lambda x: x.logsumexp((0, 1, 2)), "Aminmax": lambda x: torch.sub(*torch.aminmax(x)),
+        "LinalgVectorNorm": torch.linalg.vector_norm,
+    }
     windows = ((3, 2, 5), (3, 2, 4))  # a deviation of one sample is no number
-    cases = [(name, f, (0, 1, 2, (0, 1), (0, 2), (1, 2))) for name, f in table.items()]
-    for name, f, dims in [*cases, *((name, f, (0, 1, 2)) for name, f in single.items())]:
-        for place, dim in product(range(3), dims):
-            taken = (dim,) if isinstance(dim, int) else dim
-            outcome = MIXED if place in taken else APART
-            label = f"samples {place} dim {''.join(map(str, taken))}"
-            yield Row(
-                name, label, lambda x, b, m, f=f, p=place, d=dim: f(x.movedim(0, p), d, False), outcome, windows=windows
-            )
-            yield Row(
-                name, f"{label} kept", lambda x, b, m, f=f, p=place, d=dim: (x.movedim(0, p) - f(x.movedim(0, p), d, True)).sigmoid(), outcome, windows=windows, brief=True
-            )  # fmt: skip
+    cases = [*product(several.items(), range(3), ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))), *product(single.items(), range(3), ((0,), (1,), (2,)))]
+    for (name, f), place, dims in cases:
+        outcome, label, d = MIXED if place in dims else APART, f"samples {place} dim {''.join(map(str, dims))}", dims if len(dims) > 1 else dims[0]
+        yield Row(name, label, lambda x, b, m, f=f, p=place, d=d: f(x.movedim(0, p), d, keepdim=False), outcome, windows=windows)
+        yield Row(name, f"{label} kept", lambda x, b, m, f=f, p=place, d=d: (x.movedim(0, p) - f(x.movedim(0, p), d, keepdim=True)).sigmoid(), outcome, windows=windows, brief=True)
     for name, g in whole.items():
         outcome = APART if name in {"Sum", "Mean"} else CLOSED if name == "Nansum" else MIXED  # a nansum keeps no count
         yield Row(name, "of all", lambda x, b, m, g=g: g(x), outcome, windows=windows)
@@ -268,8 +227,13 @@ def reductions() -> Iterator[Row]:
     yield Row("Mean", "of a scalar", lambda x, b, m: F.mse_loss(x * m.p, b["d"]).mean())
     yield Row("Sum", "of a scalar", lambda x, b, m: F.cross_entropy(x.flatten(0, 1), b["last"].flatten()).sum())
     yield Row("Sum", "of all over the rows", lambda x, b, m: x.sum() / len(x))
-    yield Row("Sum", "of chosen rows over their number", lambda x, b, m: (kept := x[b["w"] > 0.8]).sum() / len(kept), APART, windows=((3, 4, 3), (5, 6, 2)))  # fmt: skip
+    yield Row("Sum", "of chosen rows over their number", lambda x, b, m: (kept := x[b["w"] > 0.8]).sum() / len(kept), windows=((3, 4, 3), (5, 6, 2)))
     yield Row("Sum", "of all over all", lambda x, b, m: x.sum() / x.numel())
+
+
+def _softened(f: Any, dim: int) -> Make:
+    """What a softmax along a dimension makes of another shape, beside that shape."""
+    return lambda x, b, m: (f(x).softmax(dim) + f(x)).sigmoid()
 
 
 def reshapes() -> Iterator[Row]:
@@ -277,29 +241,15 @@ def reshapes() -> Iterator[Row]:
     kinds: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
         "View": lambda x, s: x.contiguous().view(*s), "UnsafeView": lambda x, s: torch.ops.aten._unsafe_view(x.contiguous(), s),
         "ReshapeAlias": lambda x, s: torch.ops.aten._reshape_alias(x.contiguous(), s, torch.empty(tuple(s)).stride()),
-    }  # fmt: skip
+    }
     shapes: dict[str, tuple[Callable[[int], Sequence[int]], tuple[str, ...]]] = {
-        "n,12": (lambda n: (n, 12), (MIXED, APART)),
-        "3n,4": (lambda n: (3 * n, 4), (MIXED, APART)),
-        "n,2,6": (lambda n: (n, 2, 6), (MIXED, APART, APART)),
-        "6n,2": (lambda n: (6 * n, 2), (MIXED, APART)),
-        "12n": (lambda n: (12 * n,), (MIXED,)),
-        "1,12n": (lambda n: (1, 12 * n), (CLOSED, MIXED)),
-        "12n,1": (lambda n: (12 * n, 1), (MIXED, APART)),
-        "3,4n": (lambda n: (3, 4 * n), (MIXED, MIXED)),
-        "12,n": (lambda n: (12, n), (MIXED, MIXED)),
-        "n,1,12": (lambda n: (n, 1, 12), (MIXED, APART, APART)),
+        "n,12": (lambda n: (n, 12), (MIXED, APART)), "3n,4": (lambda n: (3 * n, 4), (MIXED, APART)), "n,2,6": (lambda n: (n, 2, 6), (MIXED, APART, APART)),
+        "6n,2": (lambda n: (6 * n, 2), (MIXED, APART)), "12n": (lambda n: (12 * n,), (MIXED,)), "1,12n": (lambda n: (1, 12 * n), (CLOSED, MIXED)), "12n,1": (lambda n: (12 * n, 1), (MIXED, APART)),
+        "3,4n": (lambda n: (3, 4 * n), (MIXED, MIXED)), "12,n": (lambda n: (12, n), (MIXED, MIXED)), "n,1,12": (lambda n: (n, 1, 12), (MIXED, APART, APART)),
     }
     for (name, f), (label, (shape, outcomes)) in product(kinds.items(), shapes.items()):
         for dim, outcome in enumerate(outcomes):
-            yield Row(
-                name,
-                f"{label} softmax {dim}",
-                lambda x, b, m, f=f, shape=shape, dim=dim: (
-                    f(x, shape(len(x))).softmax(dim) + f(x, shape(len(x)))
-                ).sigmoid(),
-                outcome,
-            )
+            yield Row(name, f"{label} softmax {dim}", _softened(lambda x, f=f, shape=shape: f(x, shape(len(x))), dim), outcome)
     moved: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]] = {
         "flat": ("T", lambda x: x.flatten(1).t(), (APART, MIXED)),
         "0,1": ("Transpose", lambda x: x.transpose(0, 1), (APART, MIXED, APART)),
@@ -326,24 +276,17 @@ def reshapes() -> Iterator[Row]:
         "cat uneven": ("Cat", lambda x: torch.cat([x, x[:, :1].sin()], 1), (MIXED, APART, APART)),
         "cat of rows, viewed": ("Cat", lambda x: torch.cat([x, x.sin()]).view(2, *x.shape), (APART, MIXED, APART, APART)),
         "cat of rows, viewed apart": ("Cat", lambda x: torch.cat([x, x.sin()]).view(len(x), 2, *x.shape[1:]), (MIXED, MIXED, APART, APART)),
-    }  # fmt: skip
+    }
     for label, (name, move, outcomes) in moved.items():
         for dim, outcome in enumerate(outcomes):
-            yield Row(
-                name,
-                f"{label} softmax {dim}",
-                lambda x, b, m, f=move, dim=dim: (f(x).softmax(dim) + f(x)).sigmoid(),
-                outcome,
-                windows=((3, 2, 5), (3, 2, 4)) if "all" in label else ((3, 2, 5), (3, 1, 4)),
-                aligned="viewed apart" not in label,
-            )
+            windows = ((3, 2, 5), (3, 2 if "all" in label else 1, 4))
+            yield Row(name, f"{label} softmax {dim}", _softened(move, dim), outcome, windows=windows, aligned="viewed apart" not in label)
 
 
 def selections() -> Iterator[Row]:
     """Rows chosen by masks and numbers."""
-    first = {"Index": lambda x, b, m: x[torch.arange(len(x)), b["label"]]}  # the target's logits
     rows: list[tuple[str, str, Make, str]] = [
-        ("Index", "rows and labels", first["Index"], APART),
+        ("Index", "rows and labels", lambda x, b, m: x[torch.arange(len(x)), b["label"]], APART),
         ("Index", "mask of rows", lambda x, b, m: x[b["w"] > 0.8], APART),
         ("Index", "mask of steps", lambda x, b, m: x[b["mask"][..., 0]], APART),
         ("Index", "mask of all", lambda x, b, m: x[b["mask"]], APART),
@@ -361,13 +304,13 @@ def selections() -> Iterator[Row]:
         ("Gather", "whole rows against others", lambda x, b, m: _gathered(x, torch.arange(len(x))) * _gathered(x, torch.arange(len(x)).roll(1)), MIXED),
         ("Slice", "next step", lambda x, b, m: x[:, 1:] - x[:, :-1], APART),
         ("Slice", "next row", lambda x, b, m: x[1:] - x[:-1], MIXED),
-        ("Slice", "the first token against all", lambda x, b, m: _against_first(x.reshape(-1, 4)), MIXED),
+        ("Slice", "the first token against all", lambda x, b, m: (y := x.reshape(-1, 4)) - y[:1], MIXED),
         ("Slice", "every other step", lambda x, b, m: x[:, ::2], APART),
         ("Slice", "halves of two inputs", lambda x, b, m: torch.cat([x, x.sin()])[: len(x)] * torch.cat([x, x.sin()])[len(x) :], APART),
         ("Split", "halves of two inputs", lambda x, b, m: torch.mul(*torch.cat([x, x.sin()]).split(len(x))), APART),
         ("Split", "features", lambda x, b, m: torch.mul(*x.split(2, -1)), APART),
         ("Unbind", "steps", lambda x, b, m: torch.stack([part * (i + 1) for i, part in enumerate(x.unbind(1))], 1), APART),
-        ("Unbind", "rows, one by one, rolled against themselves", lambda x, b, m: _against_rolled(torch.stack([row.softmax(-1) for row in x.unbind(0)])), MIXED),
+        ("Unbind", "rows, one by one, rolled against themselves", lambda x, b, m: (y := torch.stack([row.softmax(-1) for row in x.unbind(0)])).flatten(0, 1).roll(1, 0).view_as(y) * y, MIXED),
         ("Slice", "the first row against all, beside a dimension of one", lambda x, b, m: (y := x.reshape(len(x), 1, -1)) * y[:1].sin(), MIXED),
         ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
         ("Select", "first step", lambda x, b, m: x[:, 0], APART),
@@ -381,33 +324,21 @@ def selections() -> Iterator[Row]:
         ("Gather", "against data of steps", lambda x, b, m: x.gather(2, b["last"][..., None]).squeeze(2) * b["d"][..., 0], APART),
         ("IndexPut", "a feature", lambda x, b, m: _put(x, (torch.arange(len(x)), b["label"])), APART),
         ("IndexPut", "rows", lambda x, b, m: _put(x, (torch.tensor([0]),)), MIXED),
-        *((name, label, functools.partial(_put_rows, name, how), outcome) for name in ("IndexAdd", "IndexCopy", "IndexPut", "ScatterAdd") for label, (how, outcome) in PUTS.items()),
+        *((name, label, lambda x, b, m, put=put, how=how: how(put, x.flatten(1), b), outcome) for name, put in INTO.items() for label, (how, outcome) in PUTS.items()),
         ("IndexAdd", "pooled into groups of steps", lambda x, b, m: torch.zeros_like(x).index_add(1, torch.tensor([0, 1, 0]), x), APART),
         ("IndexAdd", "rows into one", lambda x, b, m: torch.zeros_like(x).index_add(0, torch.zeros(len(x), dtype=torch.long), x), MIXED),
         ("ScatterAdd", "counts of classes", lambda x, b, m: torch.zeros_like(x).scatter_add(2, b["last"][..., None].expand_as(x), x), APART),
         ("Scatter", "of targets", lambda x, b, m: x.scatter(2, b["last"][..., None], -1.0), APART),
         ("IndexFill", "a step", lambda x, b, m: x.index_fill(1, torch.tensor([1]), 0.0), APART),
-    ]  # fmt: skip
-    for name, label, make, outcome in rows:
-        yield Row(name, label, make, outcome)
-    yield Row("Index", "rows in another order", lambda x, b, m: x[torch.arange(len(x)).flip(0)], APART, aligned=False)
-    for label, make in {
-        "whole rows": lambda x, b, m: _gathered(x, _some(b)),
-        "whole rows in another order": lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)),
-        "whole rows against their targets": lambda x, b, m: _gathered(x, _some(b)) - b["d"].flatten(1)[_some(b)],
-    }.items():
-        yield Row("Gather", label, make, APART, aligned=False)
-    yield Row("Slice", "even and odd rows", lambda x, b, m: x[::2] - x[1::2], APART, windows=((4, 2, 6), (2, 4, 4)))
+    ]
+    yield from (Row(*row) for row in rows)
+    yield Row("Index", "rows in another order", lambda x, b, m: x[torch.arange(len(x)).flip(0)], aligned=False)
+    yield Row("Gather", "whole rows", lambda x, b, m: _gathered(x, _some(b)), aligned=False)
+    yield Row("Gather", "whole rows in another order", lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)), aligned=False)
+    yield Row("Gather", "whole rows against their targets", lambda x, b, m: _gathered(x, _some(b)) - b["d"].flatten(1)[_some(b)], aligned=False)
+    yield Row("Slice", "even and odd rows", lambda x, b, m: x[::2] - x[1::2], windows=((4, 2, 6), (2, 4, 4)))
     yield Row("Slice", "half of the rows", lambda x, b, m: x[: len(x) // 2], UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
-    yield Row("Split", "halves of the rows", lambda x, b, m: torch.mul(*x.split(len(x) // 2)), UNSEEN, windows=((4, 2, 6), (2, 4, 4)))  # fmt: skip
-
-
-def _against_first(x: Tensor) -> Tensor:
-    return x - x[:1]
-
-
-def _against_rolled(x: Tensor) -> Tensor:
-    return x.flatten(0, 1).roll(1, 0).view_as(x) * x
+    yield Row("Split", "halves of the rows", lambda x, b, m: torch.mul(*x.split(len(x) // 2)), UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
 
 
 def _gathered(x: Tensor, by: Tensor) -> Tensor:
@@ -419,30 +350,17 @@ def _some(b: Batch, chosen: Callable[[Tensor], Tensor] = lambda w: w > 0.8) -> T
     return chosen(b["w"]).nonzero()[:, 0]
 
 
-def _put_rows(name: str, how: Callable[[Put, Tensor, Batch], Tensor], x: Tensor, b: Batch, m: Net) -> Tensor:
-    del m
-    into: dict[str, Put] = {
-        "IndexAdd": lambda base, by, rows: base.index_add(0, by, rows),
-        "IndexCopy": lambda base, by, rows: base.index_copy(0, by, rows),
-        "IndexPut": lambda base, by, rows: base.index_put((by,), rows),
-        "ScatterAdd": lambda base, by, rows: base.scatter_add(0, by[:, None].expand_as(rows), rows),
-    }
-    return how(into[name], x.flatten(1), b)
+INTO: dict[str, Put] = {
+    "IndexAdd": lambda base, by, rows: base.index_add(0, by, rows), "IndexCopy": lambda base, by, rows: base.index_copy(0, by, rows),
+    "IndexPut": lambda base, by, rows: base.index_put((by,), rows), "ScatterAdd": lambda base, by, rows: base.scatter_add(0, by[:, None].expand_as(rows), rows),
+}
 
 
-def _put_back(
-    put: Put,
-    x: Tensor,
-    by: Tensor,
-    take: Callable[[Tensor, Tensor], Tensor] = lambda x, by: x[by],
-    base: Tensor | None = None,
-) -> Tensor:
+def _put_back(put: Put, x: Tensor, by: Tensor, take: Callable[[Tensor, Tensor], Tensor] = lambda x, by: x[by], base: Tensor | None = None) -> Tensor:
     return put(torch.zeros_like(x) if base is None else base, by, take(x, by).sin())
 
 
-def _put_both(
-    put: Put, x: Tensor, b: Batch, low: Callable[[Tensor], Tensor], high: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _put_both(put: Put, x: Tensor, b: Batch, low: Callable[[Tensor], Tensor], high: Callable[[Tensor], Tensor]) -> Tensor:
     first, second = _some(b, lambda w: w > 1), _some(b, lambda w: w <= 1)
     return put(put(torch.zeros_like(x), first, low(x[first])), second, high(x[second]))
 
@@ -469,7 +387,7 @@ PUTS: dict[str, tuple[Callable[[Put, Tensor, Batch], Tensor], str]] = {
     "rows put by another part of the index": (lambda put, x, b: _put_by_parts(put, x) * x, MIXED),
     "rows put into others": (lambda put, x, b: _put_back(put, x, torch.tensor([0]), base=x.cos()), MIXED),
     "rows put all into one": (lambda put, x, b: put(torch.zeros_like(x), torch.zeros(len(x), dtype=torch.long), x.sin()) * x, MIXED),
-}  # fmt: skip
+}
 
 
 def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
@@ -479,6 +397,18 @@ def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
 
 
 DISTANCES = {"Cdist": "donot_use_mm_for_euclid_dist", "EuclideanDist": "use_mm_for_euclid_dist"}
+
+
+def _cdist(how: str, a: Tensor, b: Tensor) -> Tensor:
+    return torch.cdist(a, b, compute_mode=how)
+
+
+SETS: dict[str, tuple[Any, str]] = {  # of (output, batch, model), two sets of points
+    "table": (lambda x, b, m: (x[:, 0], m.table), APART), "frozen": (lambda x, b, m: (x[:, 0], m.frozen), APART),
+    "steps of one sample": (lambda x, b, m: (x, x.sin()), APART), "data of one sample": (lambda x, b, m: (x, b["d"]), APART),
+    "rows with rows": (lambda x, b, m: (x[:, 0], x[:, 1]), MIXED), "rows with data": (lambda x, b, m: (x[:, 0], b["d"][:, 0]), MIXED),
+    "rows with rows, step by step": (lambda x, b, m: (x.transpose(0, 1), x.sin().transpose(0, 1)), MIXED),
+}
 
 
 def products() -> Iterator[Row]:
@@ -519,13 +449,7 @@ def products() -> Iterator[Row]:
         ("Mv", "weights of samples", lambda x, b, m: x[:, 0].T @ b["w"], MIXED),
         ("Addmv", "parameter", lambda x, b, m: torch.addmv(m.s, x[:, 0], m.p), APART),
         ("Addmv", "added to samples", lambda x, b, m: torch.addmv(x[:, 1, 0], x[:, 0], m.p), APART),
-        *((name, "table", lambda x, b, m, how=how: torch.cdist(x[:, 0], m.table, compute_mode=how), APART) for name, how in DISTANCES.items()),
-        *((name, "frozen", lambda x, b, m, how=how: torch.cdist(x[:, 0], m.frozen, compute_mode=how), APART) for name, how in DISTANCES.items()),
-        *((name, "steps of one sample", lambda x, b, m, how=how: torch.cdist(x, x.sin(), compute_mode=how), APART) for name, how in DISTANCES.items()),
-        *((name, "data of one sample", lambda x, b, m, how=how: torch.cdist(x, b["d"], compute_mode=how), APART) for name, how in DISTANCES.items()),
-        *((name, "rows with rows", lambda x, b, m, how=how: torch.cdist(x[:, 0], x[:, 1], compute_mode=how), MIXED) for name, how in DISTANCES.items()),
-        *((name, "rows with data", lambda x, b, m, how=how: torch.cdist(x[:, 0], b["d"][:, 0], compute_mode=how), MIXED) for name, how in DISTANCES.items()),
-        *((name, "rows with rows, step by step", lambda x, b, m, how=how: torch.cdist(x.transpose(0, 1), x.sin().transpose(0, 1), compute_mode=how), MIXED) for name, how in DISTANCES.items()),
+        *((name, label, lambda x, b, m, how=how, pair=pair: _cdist(how, *pair(x, b, m)), outcome) for name, how in DISTANCES.items() for label, (pair, outcome) in SETS.items()),
         ("Dot", "of all", lambda x, b, m: torch.dot(x.flatten(), b["d"].flatten()), APART),
         ("Dot", "of one vector", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 1, 1]), APART),
         ("Dot", "below a root", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 0, 0]) * x, MIXED),
@@ -535,10 +459,8 @@ def products() -> Iterator[Row]:
         ("Triu", "weight", lambda x, b, m: x[:, 0] @ m.square.triu(), APART),
         ("LinalgMatrixExp", "weight", lambda x, b, m: x[:, 0] @ torch.linalg.matrix_exp(m.square * 0.1), APART),
         ("WeightNormInterface", "weight", lambda x, b, m: F.linear(x, torch._weight_norm(m.square, m.p[:, None], 0)), APART),
-    ]  # fmt: skip
-    for name, label, make, outcome in rows:
-        windows = ((3, 2, 5), (3, 2, 4)) if name == "Pdist" else ((3, 2, 5), (3, 1, 4))
-        yield Row(name, label, make, outcome, windows=windows)
+    ]
+    yield from (Row(*row, windows=((3, 2, 5), (3, 2 if row[0] == "Pdist" else 1, 4))) for row in rows)
 
 
 def vectors() -> Iterator[Row]:
@@ -553,19 +475,23 @@ def vectors() -> Iterator[Row]:
         "nc,nk->nck with data": (lambda x, b, m: torch.einsum("nc,nk->nck", x, b["d"]), APART),
         "nc,ck->nk with a parameter": (lambda x, b, m: torch.einsum("nc,ck->nk", x, m.square), APART),
         "nc,kc->nk with a table": (lambda x, b, m: torch.einsum("nc,kc->nk", x, m.table), APART),
-    }  # fmt: skip
+    }
     for label, (make, outcome) in rows.items():
-        for entropy in (False, True):
-            if entropy and label.partition(" ")[0] in {"nc,kc->nk", "nc,kc->kn"} and outcome == MIXED:
-                yield Row("NllLoss", f"einsum {label}", lambda x, b, m, make=make: F.cross_entropy(make(x, b, m), torch.arange(len(x))), MIXED, (4,))  # fmt: skip
-            elif not entropy:
-                yield Row("Mul" if "nck" in label else "Bmm", f"einsum {label}", make, outcome, (4,), ((3, 2, 5), (6, 2, 4)))  # fmt: skip
+        yield Row("Mul" if "nck" in label else "Bmm", f"einsum {label}", make, outcome, (4,), ((3, 2, 5), (6, 2, 4)))
+        if "nc,kc->nk" in label and outcome == MIXED:
+            yield Row("NllLoss", f"einsum {label}", lambda x, b, m, make=make: F.cross_entropy(make(x, b, m), torch.arange(len(x))), MIXED, (4,))
+
+
+POOLS = (("AvgPool", ""), ("MaxPool", "WithIndices"), ("AdaptiveAvgPool", ""), ("AdaptiveMaxPool", ""))
+MODES = {
+    "Nearest": ("nearest", (1, 2, 3)), "NearestExact": ("nearest-exact", (1, 2, 3)), "Linear": ("linear", (1,)), "Bilinear": ("bilinear", (2,)),
+    "Bicubic": ("bicubic", (2,)), "Trilinear": ("trilinear", (3,)),
+}
 
 
 def layers() -> Iterator[Row]:
     """Norms, attention, convolutions, pooling: samples stay apart along the first dimension, some also along the second."""
     image, volume, line = (2, 4, 6), (2, 4, 4, 4), (2, 6)
-    up: Any = F.interpolate
     attention: Any = F.scaled_dot_product_attention
     rows: list[tuple[str, str, Make, str, tuple[int, ...]]] = [
         ("NativeLayerNorm", "", lambda x, b, m: F.layer_norm(x, (4,)), APART, (3, 4)),
@@ -590,24 +516,9 @@ def layers() -> Iterator[Row]:
         ("ScaledDotProductFlashAttentionForCpu", "heads are samples", lambda x, b, m: attention(*[v.transpose(0, 1) for v in (x, x.sin(), x.cos())]), APART, (2, 3, 8)),
         ("ScaledDotProductFlashAttentionForCpu", "positions are samples", lambda x, b, m: attention(*[v.movedim(0, 2) for v in (x, x.sin(), x.cos())]), MIXED, (2, 3, 8)),
         ("ScaledDotProductFlashAttentionForCpu", "keys of data", lambda x, b, m: attention(x, b["d"], b["d"].sin()), APART, (2, 3, 8)),
-        ("AvgPool2D", "", lambda x, b, m: F.avg_pool2d(x, 2), APART, image), ("AvgPool3D", "", lambda x, b, m: F.avg_pool3d(x, 2), APART, volume),
-        ("MaxPool2DWithIndices", "", lambda x, b, m: F.max_pool2d(x, 2), APART, image), ("MaxPool3DWithIndices", "", lambda x, b, m: F.max_pool3d(x, 2), APART, volume),
         ("MaxPool2DWithIndices", "of a line", lambda x, b, m: F.max_pool1d(x, 2), APART, line), ("AvgPool2D", "of a line", lambda x, b, m: F.avg_pool1d(x, 2), APART, line),
-        ("AdaptiveAvgPool2D", "", lambda x, b, m: F.adaptive_avg_pool2d(x, 3), APART, image), ("AdaptiveAvgPool3D", "", lambda x, b, m: F.adaptive_avg_pool3d(x, 3), APART, volume),
         ("Mean", "adaptive pooling to one", lambda x, b, m: F.adaptive_avg_pool2d(x, 1).flatten(1), APART, image),
-        ("AdaptiveMaxPool2D", "", lambda x, b, m: F.adaptive_max_pool2d(x, 2), APART, image), ("AdaptiveMaxPool3D", "", lambda x, b, m: F.adaptive_max_pool3d(x, 2), APART, volume),
-        ("UpsampleNearest1D", "", lambda x, b, m: up(x, scale_factor=2), APART, line), ("UpsampleNearest2D", "", lambda x, b, m: up(x, scale_factor=2), APART, image),
-        ("UpsampleNearest3D", "", lambda x, b, m: up(x, scale_factor=2), APART, volume), ("UpsampleLinear1D", "", lambda x, b, m: up(x, scale_factor=2, mode="linear"), APART, line),
-        ("UpsampleBilinear2D", "", lambda x, b, m: up(x, scale_factor=2, mode="bilinear"), APART, image), ("UpsampleBicubic2D", "", lambda x, b, m: up(x, scale_factor=2, mode="bicubic"), APART, image),
-        ("UpsampleTrilinear3D", "", lambda x, b, m: up(x, scale_factor=2, mode="trilinear"), APART, volume),
-        ("ReflectionPad1D", "", lambda x, b, m: F.pad(x, (1, 2), mode="reflect"), APART, line), ("ReflectionPad2D", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1), mode="reflect"), APART, image),
-        ("ReplicationPad1D", "", lambda x, b, m: F.pad(x, (1, 2), mode="replicate"), APART, line), ("ReplicationPad2D", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1), mode="replicate"), APART, image),
         ("ConstantPadNd", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1)), APART, image), ("ConstantPadNd", "rows", lambda x, b, m: F.pad(x, (0, 0, 0, 0, 1, 1)), MIXED, (3, 4)),
-        ("UpsampleNearestExact1D", "", lambda x, b, m: up(x, scale_factor=2, mode="nearest-exact"), APART, line), ("UpsampleNearestExact2D", "", lambda x, b, m: up(x, scale_factor=2, mode="nearest-exact"), APART, image),
-        ("UpsampleNearestExact3D", "", lambda x, b, m: up(x, scale_factor=2, mode="nearest-exact"), APART, volume), ("UpsampleBilinear2DAa", "", lambda x, b, m: up(x, scale_factor=0.5, mode="bilinear", antialias=True), APART, image),
-        ("UpsampleBicubic2DAa", "", lambda x, b, m: up(x, scale_factor=0.5, mode="bicubic", antialias=True), APART, image),
-        ("ReflectionPad3D", "", lambda x, b, m: F.pad(x, (1,) * 6, mode="reflect"), APART, volume), ("ReplicationPad3D", "", lambda x, b, m: F.pad(x, (1,) * 6, mode="replicate"), APART, volume),
-        ("FractionalMaxPool2D", "", lambda x, b, m: F.fractional_max_pool2d(x, 2, output_size=2, _random_samples=torch.full((*x.shape[:2], 2), 0.4).double()), APART, image),
         ("AvgPool2D", "rows of an image are samples", lambda x, b, m: F.avg_pool2d(x.transpose(0, 1), 3, 1, 1), MIXED, (3, 4)),
         ("MaxPool2DWithIndices", "rows of an image are samples", lambda x, b, m: F.max_pool2d(x.transpose(0, 1), 3, 1, 1), MIXED, (3, 4)),
         ("AvgPool2D", "rows of one image", lambda x, b, m: F.avg_pool2d(x, 3, 1, 1), APART, (3, 4)),
@@ -615,13 +526,21 @@ def layers() -> Iterator[Row]:
         ("Im2Col", "", lambda x, b, m: F.unfold(x, 2), APART, image), ("Col2Im", "", lambda x, b, m: F.fold(x, (3, 3), 2), APART, (8, 4)),
         ("GridSampler2D", "", lambda x, b, m: F.grid_sample(x, b["d"].tanh().movedim(1, 3), align_corners=False), APART, image),
         ("GridSampler2D", "grid of the model", lambda x, b, m: F.grid_sample(b["d"], x.tanh().movedim(1, 3), align_corners=False), APART, image),
-    ]  # fmt: skip
-    for name, label, make, outcome, shape in rows:
-        yield Row(name, label, make, outcome, shape)
-        if not label and name != "ConstantPadNd" and ("Pool" in name or "Upsample" in name or "Pad" in name):
-            yield Row(name, "channels are samples", lambda x, b, m, make=make: make(x.transpose(0, 1), b, m), APART, shape)  # fmt: skip
-            if "Nearest" not in name:
-                yield Row(name, "positions are samples", lambda x, b, m, make=make: make(x.movedim(0, -1), b, m), MIXED, shape, ((5, 3, 7), (3, 5, 4)))  # fmt: skip
+    ]
+    yield from (Row(*row) for row in rows)
+    spatial: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+        **{f"{kind}{d}D{more}": (functools.partial(lambda f, x: f(x, 2), NAMED[f"{kind}{d}d".lower()]), d) for kind, more in POOLS for d in (2, 3)},
+        **{f"Upsample{kind}{d}D": (functools.partial(F.interpolate, scale_factor=2, mode=mode), d) for kind, (mode, ds) in MODES.items() for d in ds},
+        **{f"{kind}Pad{d}D": (functools.partial(lambda d, mode, x: F.pad(x, (1,) * (2 * d), mode=mode), d, mode), d) for kind, mode in (("Reflection", "reflect"), ("Replication", "replicate")) for d in (1, 2, 3)},
+        **{f"Upsample{kind.capitalize()}2DAa": (functools.partial(F.interpolate, scale_factor=0.5, mode=kind, antialias=True), 2) for kind in ("bilinear", "bicubic")},
+        "FractionalMaxPool2D": (lambda x: F.fractional_max_pool2d(x, 2, output_size=2, _random_samples=torch.full((*x.shape[:2], 2), 0.4).double()), 2),
+    }
+    for name, (f, d) in spatial.items():
+        shape = (line, image, volume)[d - 1]
+        yield Row(name, "", lambda x, b, m, f=f: f(x), APART, shape)
+        yield Row(name, "channels are samples", lambda x, b, m, f=f: f(x.transpose(0, 1)), APART, shape)
+        if "Nearest" not in name:
+            yield Row(name, "positions are samples", lambda x, b, m, f=f: f(x.movedim(0, -1)), MIXED, shape, ((5, 3, 7), (3, 5, 4)))
 
 
 def _full(x: Tensor, size: int, strength: float = 2.0) -> Tensor:
@@ -638,13 +557,13 @@ def matrices() -> Iterator[Row]:
         "LinalgSolveEx": lambda a: linalg.solve(a, a.sin()), "LinalgSolveTriangular": lambda a: linalg.solve_triangular(a, a.sin(), upper=True), "LinalgMatrixExp": lambda a: linalg.matrix_exp(0.2 * a.contiguous()),
         "LinalgLu": lambda a: linalg.lu(a)[2], "LinalgHouseholderProduct": lambda a: linalg.householder_product(a, a[..., 0]),
         "CholeskySolve": lambda a: torch.cholesky_solve(a.sin(), a), "CholeskyInverse": torch.cholesky_inverse,
-    }  # fmt: skip
+    }
     for name, f in table.items():
         yield Row(name, "per sample", lambda x, b, m, f=f: f(_full(x, 3)), APART, (3, 3))
         for label, turn in {"rows": lambda a: a, "columns": lambda a: a.mT}.items():
-            yield Row(name, f"samples are {label}", lambda x, b, m, f=f, turn=turn: f(turn(_full(x.transpose(0, 1)[..., :1].expand(3, len(x), len(x)), len(x)))), MIXED, (3, 3))  # fmt: skip
+            yield Row(name, f"samples are {label}", lambda x, b, m, f=f, turn=turn: f(turn(_full(x.transpose(0, 1)[..., :1].expand(3, len(x), len(x)), len(x)))), MIXED, (3, 3))
         yield Row(name, "one matrix of all", lambda x, b, m, f=f: f(_full(x.mean(0), 3)), MIXED, (3, 3))
-        yield Row(name, "two batch dimensions", lambda x, b, m, f=f: f(_full(x.movedim(0, 1), 3)), APART, (2, 3, 3), brief=True)  # fmt: skip
+        yield Row(name, "two batch dimensions", lambda x, b, m, f=f: f(_full(x.movedim(0, 1), 3)), APART, (2, 3, 3), brief=True)
     rows: list[tuple[str, str, Make, str]] = [
         ("LinalgSolveEx", "a vector of the sample", lambda x, b, m: linalg.solve(_full(x, 3), x[:, 0]), APART),
         ("LinalgSolveEx", "data of the sample", lambda x, b, m: linalg.solve(_full(x, 3), b["d"]), APART),
@@ -679,9 +598,8 @@ def matrices() -> Iterator[Row]:
         ("Vdot", "of all", lambda x, b, m: torch.vdot(torch.complex(x, x.sin()).flatten(), torch.complex(b["d"], b["d"].sin()).flatten()).real, APART),
         ("ViewAsComplex", "rotary positions", lambda x, b, m: torch.view_as_real(torch.view_as_complex(torch.stack([x, x.sin()], -1)) * torch.polar(torch.ones(3).double(), CONST[:3])), APART),
         ("ViewAsReal", "set against data", lambda x, b, m: torch.view_as_real(torch.complex(x, x.sin())) * b["d"][..., None], APART),
-    ]  # fmt: skip
-    for name, label, make, outcome in rows:
-        yield Row(name, label, make, outcome, (3, 3), ((4, 2, 5), (6, 1, 4)))
+    ]
+    yield from (Row(*row, (3, 3), ((4, 2, 5), (6, 1, 4))) for row in rows)
 
 
 def _written(base: Tensor, at: Any, value: Any) -> Tensor:
@@ -757,15 +675,16 @@ def writes() -> Iterator[Row]:
         ("IndexPut", "another's row by a mask of one, beside data", lambda x, b, m: _written(b["d"], b["w"] == b["w"].max(), x[b["w"] == b["w"].min()]), MIXED),
         ("IndexPut", "rows in another order", lambda x, b, m: _written(torch.zeros_like(x), torch.arange(n(x)).flip(0), x) * x, MIXED),
         ("IndexPut", "rows into one", lambda x, b, m: torch.zeros_like(x).index_put((torch.zeros(n(x)).long(),), x, accumulate=True), MIXED),
-    ]  # fmt: skip
+    ]
     for name, label, make, outcome in rows:
         yield Row(name, label, make, outcome, windows=((5, 2, 6), (7, 2, 4)))
         if "decoder" in label:  # the graph of other micro-batches tells where a part was written
             yield Row(name, f"{label}, of as many samples as steps", make, outcome, windows=((5, 3, 6), (3, 4, 3)))
             late = CLOSED if outcome == APART else outcome
-            yield Row(
-                name, f"{label}, of as many samples as steps at first", make, late, windows=((3, 5, 3), (3, 4, 3))
-            )
+            yield Row(name, f"{label}, of as many samples as steps at first", make, late, windows=((3, 5, 3), (3, 4, 3)))
+
+
+PAIRED = (("MseLoss", ""), ("SmoothL1Loss", ""), ("HuberLoss", ""), ("Abs", "l1_loss"))
 
 
 def losses() -> Iterator[Row]:
@@ -779,29 +698,21 @@ def losses() -> Iterator[Row]:
             ("NllLoss", "flat", lambda x, b, m, how=how: F.cross_entropy(x.flatten(0, 1), b["last"].flatten(), ignore_index=2, reduction=how), (3, 4)),
             ("NllLoss2D", "", lambda x, b, m, how=how: F.cross_entropy(x.mT, b["last"], ignore_index=2, reduction=how), (3, 4)),
             ("NllLoss2D", "images", lambda x, b, m, how=how: F.cross_entropy(x, b["inner"], CONST[:4], reduction=how), (4, 2, 3)),
-            ("MseLoss", "", lambda x, b, m, how=how: F.mse_loss(x, b["d"], reduction=how), (3, 4)),
+            *((name, label, lambda x, b, m, how=how, f=NAMED[(label or name).lower().replace("_", "")]: f(x, b["d"], reduction=how), (3, 4)) for name, label in PAIRED),
             ("MseLoss", "masked", lambda x, b, m, how=how: F.mse_loss(x[b["mask"]], b["d"][b["mask"]], reduction=how), (3, 4)),
-            ("SmoothL1Loss", "", lambda x, b, m, how=how: F.smooth_l1_loss(x, b["d"], reduction=how), (3, 4)),
-            ("HuberLoss", "", lambda x, b, m, how=how: F.huber_loss(x, b["d"], reduction=how), (3, 4)),
-            ("Abs", "l1_loss", lambda x, b, m, how=how: F.l1_loss(x, b["d"], reduction=how), (3, 4)),
             ("BinaryCrossEntropy", "", lambda x, b, m, how=how: F.binary_cross_entropy(x.sigmoid(), b["d"].sigmoid(), reduction=how), (3, 4)),
             ("BinaryCrossEntropyWithLogits", "", lambda x, b, m, how=how: F.binary_cross_entropy_with_logits(x, b["d"].sigmoid(), reduction=how), (3, 4)),
             ("SoftMarginLoss", "", lambda x, b, m, how=how: F.soft_margin_loss(x, b["d"].sign(), reduction=how), (3, 4)),
             ("MultiMarginLoss", "", lambda x, b, m, how=how: F.multi_margin_loss(x, b["label"], reduction=how), (4,)),
             ("MultilabelMarginLoss", "", lambda x, b, m, how=how: F.multilabel_margin_loss(x, F.pad(b["label"][:, None], (0, 3), value=-1), reduction=how), (4,)),
             ("CtcLoss", "", lambda x, b, m, how=how: F.ctc_loss(x.transpose(0, 1).log_softmax(-1), b["last"][:, :2].clamp_min(1), torch.full((len(x),), 6), torch.full((len(x),), 2), reduction=how), (6, 4)),
-        ]  # fmt: skip
+        ]
         for name, label, make, shape in rows:
             yield Row(name, f"{label} {how}".strip(), make, APART, shape)
     yield Row("NllLoss", "softmax over samples", lambda x, b, m: F.nll_loss(x.log_softmax(0), b["label"]), MIXED, (4,))
     yield Row("MseLoss", "centred", lambda x, b, m: F.mse_loss(x - x.mean(0), b["d"]), MIXED)
-    yield Row(
-        "Sum",
-        "kl batchmean",
-        lambda x, b, m: F.kl_div(x.log_softmax(-1), b["d"].softmax(-1), reduction="batchmean"),
-        APART,
-    )
-    yield Row("CtcLoss", "over samples", lambda x, b, m: F.ctc_loss(x.log_softmax(0), b["last"][0, :2].clamp_min(1).expand(6, 2), torch.full((6,), len(x)), torch.full((6,), 1), reduction="none"), MIXED, (6, 4))  # fmt: skip
+    yield Row("Sum", "kl batchmean", lambda x, b, m: F.kl_div(x.log_softmax(-1), b["d"].softmax(-1), reduction="batchmean"))
+    yield Row("CtcLoss", "over samples", lambda x, b, m: F.ctc_loss(x.log_softmax(0), b["last"][0, :2].clamp_min(1).expand(6, 2), torch.full((6,), len(x)), torch.full((6,), 1), reduction="none"), MIXED, (6, 4))
 
 
 LONE = {  # a micro-batch of one sample is a row of its own: what has one row may be read in two ways
@@ -813,20 +724,7 @@ LONE = {  # a micro-batch of one sample is a row of its own: what has one row ma
 
 def rows() -> list[Row]:
     """Every row."""
-    families = (
-        unary,
-        binary,
-        along,
-        reductions,
-        reshapes,
-        selections,
-        products,
-        vectors,
-        layers,
-        matrices,
-        writes,
-        losses,
-    )
+    families = (unary, binary, along, reductions, reshapes, selections, products, vectors, layers, matrices, writes, losses)
     every = [row for family in families for row in family()]
     alone = [replace(row, label=f"{row.label}, one sample", windows=((3, 1, 4),)) for row in every if str(row) in LONE]
     return [replace(row, windows=((3, 2, 5), (6, 2, 4))) if str(row) in LONE else row for row in every] + alone

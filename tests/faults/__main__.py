@@ -22,8 +22,7 @@ _NOTES = [
 ]
 
 
-def main() -> None:
-    """Run it."""
+if __name__ == "__main__":
     parser = campaign.parser(__doc__ or "")
     parser.add_argument("--ranks", type=int, default=200, help="how many cases in several processes")
     parser.add_argument("--part", choices=["single", "ranks"], help="only these")
@@ -31,11 +30,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.exact is not None:
         print(*single_faults.run([Case("single", 0, 0, *given.exact)]))  # noqa: T201 - a runner's result
-        return
+        raise SystemExit
     single = campaign.Part("single", given.count or 10_000, single_faults.draw, single_faults.run)
     ranks = campaign.Part("ranks", given.ranks, rank_faults.draw, rank_faults.run)
     campaign.main("faults", given, [part for part in (single, ranks) if given.part in {None, part.name}], _NOTES)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from tests.faults import campaign
 from tests.faults.injecting import Fault
 from tests.faults.outcomes import Case, Outcome, run_cases
-from tests.faults.programs import Stream, program
+from tests.faults.programs import SizedStream, Stream, program
 
 MODES = {
     "Accumulator": ("unsized over", "clip, schedule, hook", "scaler", "bf16", "two optimizers", "skip_nonfinite"),
@@ -29,19 +30,11 @@ _KILLS = 5  # of one training, at most: then it may end
 _PATIENCE = 60.0  # seconds for what takes a fraction of one
 
 
-class Sized(Stream):
-    """A loader with a length, whose place can be saved."""
-
-    def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
-        return len(self._batches)
-
-
 def train(folder: Path, entrance: str, mode: str) -> None:
     """Train as the README does, and save after each batch, in mid-window too."""
     torch.manual_seed(0)
     made = program(entrance, mode, Fault())
-    loader = (Stream if made.loop == "stream" else Sized)(made.batches, made.fault)
+    loader = (Stream if made.loop == "stream" else SizedStream)(made.batches, made.fault)
     path, first = folder / "checkpoint.pt", 0
     if path.exists():
         state = torch.load(path, weights_only=True)
@@ -59,16 +52,18 @@ def train(folder: Path, entrance: str, mode: str) -> None:
                 count = () if made.count is None else (made.count(batch),)
                 made.entrance.backward(made.loss(made.model, batch), *count)
             reached = batches if made.loop == "stream" else loader
-            states = [_state(part) for part in (*made.parts, made.entrance, reached)]
             numbers = {"torch": torch.get_rng_state(), "python": random.getstate()}
-            torch.save({"parts": states, "epoch": epoch, **numbers}, folder / "unfinished")
-            (folder / "unfinished").replace(path)  # whoever is killed before this leaves the one before
-    torch.save([_state(part) for part in made.parts], folder / "unfinished")
-    (folder / "unfinished").replace(folder / "done.pt")
+            _save({"parts": [*made.parts, made.entrance, reached], "epoch": epoch, **numbers}, path)
+    _save({"parts": made.parts}, folder / "done.pt")
 
 
-def _state(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in part.state_dict().items() if not callable(value)}
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Save the states of parts; whoever is killed before the end leaves the file before."""
+    states = [
+        {name: value for name, value in part.state_dict().items() if not callable(value)} for part in state["parts"]
+    ]
+    torch.save({**state, "parts": states}, path.with_name("unfinished"))
+    path.with_name("unfinished").replace(path)
 
 
 def draw(seed: int, count: int) -> Iterator[Case]:
@@ -80,9 +75,8 @@ def draw(seed: int, count: int) -> Iterator[Case]:
         yield Case("kills", number, seed, entrance, mode, "anywhere", "SIGKILL", by.randrange(10**6))
 
 
-def run(cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Run them in a process that starts each training by a fork: importing torch anew would take most of the time."""
-    return run_cases("tests.faults.kills", cases)
+# In a process that starts each training by a fork: importing torch anew would take most of the time.
+run = partial(run_cases, "tests.faults.kills")
 
 
 class Laboratory:
@@ -137,14 +131,13 @@ def _start(folder: Path, entrance: str, mode: str, seconds: float = _PATIENCE) -
     """Run a training in a process of its own; returns its status, or None where it was killed after these seconds."""
     child = os.fork()
     if not child:
-        status = 1
         try:
             train(folder, entrance, mode)
-            status = 0
+            os._exit(0)
         except BaseException as error:  # noqa: BLE001 - its status tells
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         finally:
-            os._exit(status)
+            os._exit(1)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -162,15 +155,10 @@ _NOTES = [
         "checkpoint: models, optimizers, scheduler, scaler, accumulator or step, loader and random numbers, written to "
         "a file that is then renamed. fine: the final weights and all other state are, bit by bit, those of a run that "
         "nobody killed."
-    ),
+    )
 ]
 
 
-def main() -> None:
-    """Run a campaign."""
+if __name__ == "__main__":
     given = campaign.parser(__doc__ or "").parse_args()
     campaign.main("kills", given, [campaign.Part("kills", given.count or 200, draw, run)], _NOTES)
-
-
-if __name__ == "__main__":
-    main()

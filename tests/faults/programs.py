@@ -54,37 +54,23 @@ class Net(nn.Module):
         return out
 
 
-class Sized(list[Batch]):
-    """Batches in memory, with a length."""
-
-    def __init__(self, batches: Sequence[Batch], fault: Fault) -> None:
-        super().__init__(batches)
-        self._fault = fault
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Pass by before each."""
-        for batch in super().__iter__():
-            self._fault.visit("loader")
-            yield batch
-
-
 class Draws:
     """An iterator: what it has given out, it does not give out again."""
 
     def __init__(self, batches: Sequence[Batch], fault: Fault) -> None:
-        self._batches, self._fault, self._given = batches, fault, 0
+        self.batches, self._fault, self._given = batches, fault, 0
 
-    def __iter__(self) -> "Draws":
+    def __iter__(self) -> Iterator[Batch]:
         """Go on."""
         return self
 
     def __next__(self) -> Batch:
         """Pass by, then give out the next one."""
-        if self._given == len(self._batches):
+        if self._given == len(self.batches):
             raise StopIteration
         self._fault.visit("loader")
         self._given += 1
-        return self._batches[self._given - 1]
+        return self.batches[self._given - 1]
 
 
 class Stream(Draws):
@@ -92,7 +78,7 @@ class Stream(Draws):
 
     _start = 0
 
-    def __iter__(self) -> "Stream":
+    def __iter__(self) -> Iterator[Batch]:
         """Go on where a state says, else from the start."""
         self._given, self._start = self._start, 0
         return self
@@ -104,6 +90,25 @@ class Stream(Draws):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Have the next iteration begin there."""
         self._start = state["given"]
+
+
+class Sized(Draws):
+    """A loader with a length, which begins anew."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Begin."""
+        self._given = 0
+        return self
+
+
+class SizedStream(Sized, Stream):
+    """The same, and its place can be saved."""
+
+    __iter__ = Stream.__iter__
 
 
 @dataclass
@@ -156,14 +161,13 @@ class Program:
 
 
 def rows(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
-    """Batches of these sizes, with targets of several kinds."""
+    """Batches of these sizes, with targets of several kinds; two samples of three have a label."""
     made = []
     for index, n in enumerate(sizes):
         by = torch.Generator().manual_seed(100 * seed + index)
         mask = torch.rand(n, generator=by) < 0.7
         mask[0] = True
-        x = torch.randn(n, WIDTH, generator=by, dtype=torch.float64)
-        y = torch.randn(n, 1, generator=by, dtype=torch.float64)
+        x, y = (torch.randn(n, width, generator=by, dtype=torch.float64) for width in (WIDTH, 1))
         made.append({"x": x, "y": y, "label": torch.randint(2, (n,), generator=by).masked_fill(~mask, -100)})
     return made
 
@@ -180,16 +184,8 @@ def sequences(sizes: Sequence[int]) -> list[Batch]:
     return made
 
 
-def _mean(model: Any, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"]).double(), batch["y"])
-
-
-def _squares(model: Any, batch: Batch) -> Tensor:
-    return (model(batch["x"]) - batch["y"]).pow(2).mean()
-
-
-def _repeated(model: Any, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"].repeat(2, 1)), batch["y"].repeat(2, 1))
+def _mean(model: Any, batch: Batch, times: int = 1) -> Tensor:
+    return F.mse_loss(model(batch["x"].repeat(times, 1)).double(), batch["y"].repeat(times, 1))
 
 
 def _cross_entropy(model: Any, batch: Batch) -> Tensor:
@@ -204,17 +200,9 @@ def _labels(batch: Batch) -> Tensor:
     return (batch["label"] >= 0).sum()
 
 
-def _two_counts(batch: Batch) -> tuple[Any, int]:
-    return _labels(batch), 2 * len(batch["x"])
-
-
 def _two_terms(model: Any, batch: Batch) -> Tensor:
     out = model(batch["x"])
     return F.cross_entropy(out, batch["label"]) + 0.3 * out.pow(2).mean()
-
-
-def _two_nets(models: Any, batch: Batch) -> Tensor:
-    return F.mse_loss(models[0](batch["x"]) + models[1](batch["x"]), batch["y"])
 
 
 def _contrastive(model: Any, batch: Batch) -> Tensor:
@@ -222,32 +210,14 @@ def _contrastive(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(images @ across.gather(texts).T, across.offset() + torch.arange(len(images)))
 
 
-def _rooted(model: Any, batch: Batch) -> Tensor:
-    return across.once(across.mean(F.mse_loss(model(batch["x"]), batch["y"])).sqrt())
-
-
-def _masked(model: Any, batch: Batch) -> Tensor:
-    return model(batch["x"])[batch["mask"]].pow(2).mean()
-
-
 def _with_extras(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     out = model(batch["x"])
     return F.mse_loss(out, batch["y"]), {"out": out.detach()}
 
 
-def _stacked(samples: list[Any]) -> Batch:
-    return {"x": torch.stack([s[0] for s in samples]), "y": torch.stack([s[1] for s in samples])}
-
-
 def program(entrance: str, mode: str, fault: Fault) -> Program:
     """Make the program of a mode, every part of which passes by the fault."""
     return made(entrance, fault, **MODES[entrance][mode])
-
-
-def _pass_by(fault: Fault, part: Any, *methods: str) -> None:
-    for method in methods:
-        name = f"{type(part).__name__}.{method}"
-        setattr(part, method, fault.around(getattr(part, method), f"{name} before", f"{name} after"))
 
 
 def made(
@@ -272,9 +242,9 @@ def made(
     models = [net(fault).to(dtype) for _ in range(nets)]
     optimizers: list[torch.optim.Optimizer] = []
     for index, model in enumerate(models):
-        of: Any = (
-            partial(torch.optim.AdamW, lr=0.05) if adam or index else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        )
+        of: Any = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        if adam or index:
+            of = partial(torch.optim.AdamW, lr=0.05)
         optimizers.append(of(model.parameters(), foreach=False))
         optimizers[-1].register_step_pre_hook(lambda *_: fault.visit("optimizer before"))
         optimizers[-1].register_step_post_hook(lambda *_: fault.visit("optimizer after"))
@@ -282,33 +252,26 @@ def made(
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if scaled else None
     if scaler is not None:
         scaler.scale(torch.zeros(()))  # makes its tensors: torch does not survive a failure there
-        _pass_by(fault, scaler, "unscale_", "step", "update")
-    for each in schedulers:
-        _pass_by(fault, each, "step")
+    called = [(scaler, name) for name in ("unscale_", "step", "update") if scaled] + [
+        (each, "step") for each in schedulers
+    ]
+    for part, method in called:
+        name = f"{type(part).__name__}.{method}"
+        setattr(part, method, fault.around(getattr(part, method), f"{name} before", f"{name} after"))
     for name in ("counts", "collate", "lengths"):  # what users pass as functions
         if callable(settings.get(name)):
             settings[name] = fault.around(settings[name], name)
-    sizes = (2, 1, 3, 2, 1) if entrance == "Accumulator" else (4, 5, 4)
-    found = Program(
-        fault,
-        models,
-        optimizers,
-        schedulers,
-        scaler,
-        list(batches or rows(sizes)),
-        fault.around(loss, "loss before", "loss"),
-    )
-    found.loop, found.count = loop, count
+    given = list(batches or rows((2, 1, 3, 2, 1) if entrance == "Accumulator" else (4, 5, 4)))
+    passing = fault.around(loss, "loss before", "loss")
+    found = Program(fault, models, optimizers, schedulers, scaler, given, passing, loop=loop, count=count)
     settings |= {"scheduler": schedulers or None, "scaler": scaler}
     optimizer = optimizers if nets > 1 else optimizers[0]
     if entrance == "Accumulator":
         found.entrance = Accumulator(found.model, optimizer, **{"steps": 2, **settings})
     else:
         named = [each.name for each in fields(Options) if each.name in settings]
-        options = Options(**{name: settings.pop(name) for name in named})
-        found.entrance = BigStep(
-            found.model, optimizer, found.loss, options=options, **{"micro_batch_size": 2, **settings}
-        )
+        settings = {"micro_batch_size": 2, "options": Options(**{n: settings.pop(n) for n in named}), **settings}
+        found.entrance = BigStep(found.model, optimizer, found.loss, **settings)
     if observed:
         GradientNoise(found.entrance, every=1)
     if hook:
@@ -317,18 +280,35 @@ def made(
 
 
 _WIDE, _NORMED = partial(Net, outputs=2), partial(Net, norm=True)
-_NORM: dict[str, Any] = {"net": partial(Net, norm=True, outputs=2), "loss": _squares}
+_NORM: dict[str, Any] = {
+    "net": partial(Net, norm=True, outputs=2),
+    "loss": lambda m, b: (m(b["x"]) - b["y"]).pow(2).mean(),
+}
 _SKIP: dict[str, Any] = {"net": _WIDE, "loss": _cross_entropy, "schedule": True, "skip_nonfinite": True}
 _SCALED: dict[str, Any] = {"scaled": True, "schedule": True}
-_TWO: dict[str, Any] = {"nets": 2, "loss": _two_nets, "clip_norm": 0.5, "hook": True}
-_PACKED: dict[str, Any] = {"loss": _masked, "batches": sequences((4, 5, 4)), "micro_batch_size": "auto"}
+_TWO: dict[str, Any] = {
+    "nets": 2,
+    "loss": lambda m, b: F.mse_loss(m[0](b["x"]) + m[1](b["x"]), b["y"]),
+    "clip_norm": 0.5,
+    "hook": True,
+}
+_PACKED: dict[str, Any] = {
+    "loss": lambda m, b: m(b["x"])[b["mask"]].pow(2).mean(),
+    "batches": sequences((4, 5, 4)),
+    "micro_batch_size": "auto",
+}
 _SAMPLES = [list(zip(b["x"], b["y"], strict=True)) for b in rows((4, 5, 4))]
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "Accumulator": {
         "mean": {},
         "sum, sized over": {"loop": "sized", "loss": lambda m, b: (m(b["x"]) - b["y"]).pow(2).sum()},
         "count=": {"net": _WIDE, "loss": _divided, "count": _labels},
-        "counts=, over": {"loop": "sized", "net": _WIDE, "loss": _two_terms, "counts": _two_counts},
+        "counts=, over": {
+            "loop": "sized",
+            "net": _WIDE,
+            "loss": _two_terms,
+            "counts": lambda b: (_labels(b), 2 * len(b["x"])),
+        },
         "clip, schedule, hook": {"loop": "sized", "clip_norm": 0.5, "schedule": True, "hook": True},
         "scaler": {**_SCALED, "loop": "sized", "adam": True, "clip_norm": 1.0},
         "scaler, momentum": {"scaled": True, "hook": True},
@@ -337,7 +317,7 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
         "unsized over": {"loop": "stream", "schedule": True},
         "DataLoader over": {"loop": "DataLoader", "clip_norm": 1.0},
         "iterator over": {"loop": "iterator"},
-        "batch_norm micro": {"loop": "sized", "net": _NORMED, "loss": _repeated, "batch_norm": "micro"},
+        "batch_norm micro": {"loop": "sized", "net": _NORMED, "loss": partial(_mean, times=2), "batch_norm": "micro"},
         "skip_nonfinite": _SKIP,
         "saved": {"loop": "saved", "adam": True},
         "observed": {"loop": "sized", "observed": True, "clip_norm": 1.0},
@@ -350,12 +330,15 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
         "several counts": {"net": _WIDE, "loss": _two_terms, "hook": True},
         "packed": {**_PACKED, "lengths": lambda b: b["mask"].sum(1), "token_budget": 8},
         "packed, auto": {**_PACKED, "lengths": "mask", "adam": True},
-        "collated list": {"batches": _SAMPLES, "collate": _stacked},
+        "collated list": {
+            "batches": _SAMPLES,
+            "collate": lambda some: {"x": torch.stack([x for x, _ in some]), "y": torch.stack([y for _, y in some])},
+        },
         "across, keep": {"loss": _contrastive, "activations": "keep"},
         "across, offload": {"loss": _contrastive, "activations": "offload", "schedule": True},
         "across, recompute": {"loss": _contrastive, "activations": "recompute", "schedule": True, "hook": True},
         "across, auto": {"loss": _contrastive, "adam": True, "clip_norm": 1.0},
-        "across.mean": {"loss": _rooted, "micro_batch_size": 3},
+        "across.mean": {"loss": lambda m, b: across.once(across.mean(_mean(m, b)).sqrt()), "micro_batch_size": 3},
         "BatchNorm": _NORM,
         "BatchNorm, offload": {**_NORM, "activations": "offload", "schedule": True},
         "BatchNorm, keep": {**_NORM, "activations": "keep"},

@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,9 +56,7 @@ def draw(seed: int, count: int) -> Iterator[Case]:
         yield Case("ranks", number, seed, entrance, by.choice(MODES[entrance]), place, by.choice(errors), at)
 
 
-def run(cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Run each on two ranks."""
-    return run_cases(__name__, cases)
+run = partial(run_cases, __name__)
 
 
 @dataclass
@@ -190,9 +188,8 @@ class _Training:
         """Return this rank's own, without asking others."""
         # What has failed inside a sharded model leaves whole parameters in the place of shards.
         own = [each.sharded_param for each in parameters_of(sharded([self._made.model]))]
-        flat = [local(p).detach().flatten() for p in own or self._made.model.parameters()]
-        found: list[float] = torch.cat(flat).tolist()
-        return found
+        parameters = [local(p).detach() for p in own or self._made.model.parameters()]
+        return [number for p in parameters for number in p.flatten().tolist()]
 
     def _updated(self) -> None:
         self.result.done += 1

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,7 @@ def draw(seed: int, count: int) -> Iterator[Case]:
         yield Case("single", number, seed, entrance, mode, place, error, at)
 
 
-def run(cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Run cases in a process of their own."""
-    return run_cases(__name__, cases)
+run = partial(run_cases, __name__)  # in a process of its own
 
 
 class Laboratory:
@@ -115,10 +114,8 @@ class Laboratory:
         changed = snapshots.differing(final, {name: true.final[name] for name in final}, TOLERANCE)
         changed += snapshots.differing(random_numbers, true.random_numbers)
         changed += _other(run.said, true.said)
-        pairs = zip(tree_leaves(batches), tree_leaves(tried.batches), strict=True)
-        changed += [
-            name for before, after in pairs for name in snapshots.differing({"batch": after}, {"batch": before})
-        ]
+        for before, after in zip(tree_leaves(batches), tree_leaves(tried.batches), strict=True):
+            changed += snapshots.differing({"batch": after}, {"batch": before})
         if changed:
             return Outcome("wrong", ", ".join(changed[:4]))
         leaked = snapshots.patched(snapshots.surroundings(tried), true.surroundings)
@@ -176,9 +173,13 @@ def _other(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> list
     """Name what updates said otherwise."""
     if len(ours) != len(theirs):
         return [f"{len(ours)} updates instead of {len(theirs)}"]
-    return [
-        f"update {number}: {name} {true[name]} -> {mine.get(name)}"
+    told = [
+        (number, name, mine.get(name, float("nan")), true[name])
         for number, (mine, true) in enumerate(zip(ours, theirs, strict=True))
         for name in true
-        if not abs(mine.get(name, float("nan")) - true[name]) <= TOLERANCE * max(1.0, abs(true[name]))
+    ]
+    return [
+        f"update {number}: {name} {b} -> {a}"
+        for number, name, a, b in told
+        if not abs(a - b) <= TOLERANCE * max(1.0, abs(b))
     ]

@@ -1,5 +1,6 @@
 """What the tables of losses are made of: tiny models in float64, and data for any number of samples."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,46 +77,31 @@ def labels(*shape: int, by: torch.Generator, ignore: int | None = None) -> Tenso
     return made
 
 
+# fmt: off
 def rows(n: int, seed: int) -> Batch:
     """One vector per sample, and a target of every kind that a loss of torch takes."""
     by = generator(seed)
+    whole = functools.partial(torch.randint, generator=by, dtype=torch.float64)
     return {
-        "x": normal(n, 3, by=by),
-        "x2": normal(n, 3, by=by),
-        "x3": normal(n, 3, by=by),
-        "label": labels(n, by=by),
-        "partly": labels(n, by=by, ignore=-100),
-        "value": normal(n, CLASSES, by=by),
-        "scalar": normal(n, by=by),
-        "unit": uniform(n, CLASSES, by=by),
-        "probs": normal(n, CLASSES, by=by).softmax(1),
-        "signs": torch.randint(2, (n, CLASSES), generator=by, dtype=torch.float64) * 2 - 1,
-        "sign": torch.randint(2, (n,), generator=by, dtype=torch.float64) * 2 - 1,
-        "binary": torch.randint(2, (n, CLASSES), generator=by, dtype=torch.float64),
-        "events": torch.randint(5, (n, CLASSES), generator=by, dtype=torch.float64),
-        "many": torch.randint(CLASSES, (n, CLASSES), generator=by),
+        "x": normal(n, 3, by=by), "x2": normal(n, 3, by=by), "x3": normal(n, 3, by=by),
+        "label": labels(n, by=by), "partly": labels(n, by=by, ignore=-100),
+        "value": normal(n, CLASSES, by=by), "scalar": normal(n, by=by), "unit": uniform(n, CLASSES, by=by),
+        "probs": normal(n, CLASSES, by=by).softmax(1), "signs": whole(2, (n, CLASSES)) * 2 - 1,
+        "sign": whole(2, (n,)) * 2 - 1, "binary": whole(2, (n, CLASSES)), "events": whole(5, (n, CLASSES)),
+        "many": labels(n, CLASSES, by=by),
     }
 
 
 def sequences(n: int, seed: int) -> Batch:
     """Sequences of vectors and of tokens, of uneven length behind a mask, in the first two places never masked."""
     by = generator(seed)
-    lengths = torch.randint(2, STEPS + 1, (n,), generator=by)
+    whole = functools.partial(torch.randint, generator=by)
+    lengths, tokens, others = whole(2, STEPS + 1, (n,)), labels(n, STEPS, by=by), labels(n, STEPS, by=by)
     mask = torch.arange(STEPS) < lengths[:, None]
-    tokens = torch.randint(CLASSES, (n, STEPS), generator=by)
-    others = torch.randint(CLASSES, (n, STEPS), generator=by)
     return {
-        "x": normal(n, STEPS, 3, by=by),
-        "tokens": tokens,
-        "others": others,
-        "mask": mask,
-        "labels": tokens.masked_fill(~mask, -100),
-        "value": normal(n, STEPS, CLASSES, by=by),
-        "reference": normal(n, 2, by=by),
-        "lengths": lengths,
-        "ctc": torch.randint(1, CLASSES, (n, 2), generator=by),
-        "ctc_lengths": torch.randint(1, 3, (n,), generator=by),
-        "ctc_inputs": torch.randint(5, STEPS + 1, (n,), generator=by),
+        "x": normal(n, STEPS, 3, by=by), "value": normal(n, STEPS, CLASSES, by=by), "reference": normal(n, 2, by=by),
+        "tokens": tokens, "others": others, "mask": mask, "labels": tokens.masked_fill(~mask, -100), "lengths": lengths,
+        "ctc": whole(1, CLASSES, (n, 2)), "ctc_lengths": whole(1, 3, (n,)), "ctc_inputs": whole(5, STEPS + 1, (n,)),
     }
 
 
@@ -125,16 +111,14 @@ def images(*size: int) -> Callable[[int, int], Batch]:
     def make(n: int, seed: int) -> Batch:
         by = generator(seed)
         return {
-            "x": normal(n, 2, *size, by=by),
-            "label": labels(n, *size, by=by),
-            "partly": labels(n, *size, by=by, ignore=-100),
+            "x": normal(n, 2, *size, by=by), "value": normal(n, CLASSES, *size, by=by), "whole": labels(n, by=by),
+            "label": labels(n, *size, by=by), "partly": labels(n, *size, by=by, ignore=-100),
             "probs": normal(n, CLASSES, *size, by=by).softmax(1),
-            "value": normal(n, CLASSES, *size, by=by),
-            "binary": torch.randint(2, (n, CLASSES, *size), generator=by, dtype=torch.float64),
-            "whole": labels(n, by=by),
+            "binary": labels(n, CLASSES, *size, by=by).remainder(2).double(),
         }
 
     return make
+# fmt: on
 
 
 # Models: the same weights at each call, float64.

@@ -20,7 +20,7 @@ import bigbatch
 from tests.zoo.libraries import missing, version
 from tests.zoo.program import Program
 from tests.zoo.table import OPEN, PROGRAMS
-from tests.zoo.trial import Result, attempt, entrances, expected, is_met
+from tests.zoo.trial import Result, attempt, is_met
 
 ENTRANCES = ("accumulator", "big_step", "verify")
 _INTRODUCTION = """# The zoo
@@ -74,12 +74,12 @@ def _row(program: Program, seed: int, device: torch.device) -> dict[str, Any]:
     row: dict[str, Any] = {"library": program.library, "tolerance": program.tolerance, "unseen": program.unseen}
     if reason := missing(program.library):
         return {**row, "left_out": reason}
-    for entrance in entrances(program):
+    for entrance in program.entrances():
         try:
             result = attempt(program, entrance, seed=seed, device=device)
         except Exception as error:  # noqa: BLE001 - the program itself does not run here, without us
             return {**row, "left_out": f"does not run as one big batch: {type(error).__name__}: {error}"}
-        due = program.unseen if entrance == "verify" else str(expected(program, entrance))
+        due = program.unseen if entrance == "verify" else str(program.due(entrance))
         row[entrance] = {**asdict(result), "expected": due, "met": is_met(program, entrance, result)}
     return row
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
-from tests.zoo.plain import SEVERAL, Tagger, frozen, log_chances, masked, per_token, segmenter
+from tests.zoo.plain import Tagger, frozen, log_chances, masked, segmenter
 from tests.zoo.program import Expected, Program, refused, Rows
 from tests.zoo.samples import CLASSES, graphs, join_graphs, mlp, parts, rows
 
@@ -55,22 +55,6 @@ def clip_across(model: Any, b: Rows) -> Tensor:  # the same over all
     image, text = normalized(model["image"], b["x"]), normalized(model["text"], b["x2"])
     return (info_nce(image, across.gather(text), across.offset()) + info_nce(text, across.gather(image), across.offset())) / 2
 
-def clip_gathered(model: Any, b: Rows) -> Tensor:  # as open_clip computes it: the whole matrix from gathered rows
-    image, text = across.gather(normalized(model["image"], b["x"])), across.gather(normalized(model["text"], b["x2"]))
-    return (info_nce(image, text) + info_nce(text, image)) / 2
-
-def simclr(model: Any, b: Rows) -> Tensor:  # NT-Xent with the diagonal filled in place
-    z = torch.cat([normalized(model, b["x"]), normalized(model, b["x2"])])
-    n = len(b["x"])
-    similar = z @ z.T / 0.5
-    similar.fill_diagonal_(-1e9)
-    return F.cross_entropy(similar, torch.arange(2 * n, device=z.device).roll(n))
-
-def barlow_twins(model: Any, b: Rows) -> Tensor:  # correlations of features over the batch
-    a, c = ((z - z.mean(0)) / z.std(0) for z in (model(b["x"]), model(b["x2"])))
-    correlation = a.T @ c / len(a)
-    return (correlation - torch.eye(CLASSES, dtype=a.dtype, device=a.device)).pow(2).sum()
-
 def dino(model: Any, b: Rows) -> Tensor:  # a teacher's answers, centred by the batch without gradient
     with torch.no_grad():
         teacher = model["target"](b["x2"])
@@ -85,14 +69,6 @@ def moco(model: Any, b: Rows) -> Tensor:  # a positive of each sample's own, neg
     negative = torch.einsum("nc,ck->nk", query, model["queue"].weight.detach())
     return F.cross_entropy(torch.cat([positive, negative], 1) / 0.1, torch.zeros(len(query), dtype=torch.long, device=query.device))
 
-def pairwise(model: Any, b: Rows) -> Tensor:  # every pair of outputs, by broadcasting
-    out = model(b["sequence"])
-    return ((out[:, None] - out[None]) ** 2).mean()
-
-def cox(model: Any, b: Rows) -> Tensor:  # cox's partial likelihood over the batch
-    risk = model(b["x"])[:, 0][b["time"].argsort(descending=True)]
-    return -(risk - risk.logcumsumexp(0)).mean()
-
 def ppo(advantage: Any) -> Any:  # the clipped objective with a value and an entropy term
 
     def loss(model: Any, b: Rows) -> Tensor:
@@ -104,12 +80,6 @@ def ppo(advantage: Any) -> Any:  # the clipped objective with a value and an ent
         return policy + 0.5 * F.mse_loss(value, b["weight"]) - 0.01 * entropy
 
     return loss
-
-def dpo(model: Any, b: Rows) -> Tensor:  # the better answer beside the worse one, each beside the reference's
-    flipped = {**b, "tokens": b["tokens"].flip(1)}
-    chosen = (log_chances(model, b) * b["mask"]).sum(1)
-    rejected = (log_chances(model, flipped) * b["mask"].flip(1)).sum(1)
-    return -F.logsigmoid(0.1 * (chosen - rejected - b["advantage"])).mean()
 
 def dpo_joined(model: Any, b: Rows) -> Tensor:  # as TRL does it: both answers in one forward, then cut in two
     tokens, mask = torch.cat([b["tokens"], b["tokens"].flip(1)]), torch.cat([b["mask"], b["mask"].flip(1)])
@@ -180,21 +150,13 @@ def actor_critic() -> nn.Module:  # a policy and a value
 COUPLED_LOSSES = [
     Program("clip", towers, rows, clip, **both(COUPLED)),
     Program("clip-across", towers, rows, clip_across, accumulator=MEETS),
-    Program("clip-of-gathered-rows", towers, rows, clip_gathered, accumulator=MEETS),
-    Program("simclr", mlp, rows, simclr, **both(COUPLED)),
-    Program("barlow-twins", mlp, rows, barlow_twins, **both(COUPLED)),
     Program("dino-centred-by-the-batch", self_taught, rows, dino, unseen="coupled-samples"),
     Program("moco", lambda: parts(query=mlp(), key=frozen(mlp()), queue=frozen(nn.Linear(5, CLASSES))), rows, moco),
-    Program("triplet-margin", mlp, rows, lambda m, b: F.triplet_margin_loss(m(b["x"]), m(b["x2"]), m(b["x"] + b["x2"]))),
-    Program("cosine-embedding", mlp, rows, lambda m, b: F.cosine_embedding_loss(m(b["x"]), m(b["x2"]), 2 * b["binary"] - 1)),
-    Program("pairs-by-broadcasting", mlp, rows, pairwise, **both(COUPLED)),
-    Program("cox-survival", mlp, rows, cox, **both(COUPLED)),
     Program("top-k-loss", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="none").topk(2).values.mean(), **both(COUPLED), cuts=(3, 2, 3), micro_batch=3),
     Program("entropy-of-the-mean-prediction", mlp, rows, lambda m, b: -(m(b["x"]).softmax(1).mean(0) * m(b["x"]).softmax(1).mean(0).log()).sum(), **both(COUPLED)),
     Program("ppo-advantages-as-given", actor_critic, rows, ppo(lambda a: a)),
     Program("ppo-normalized-advantages", actor_critic, rows, ppo(lambda a: (a - a.mean()) / (a.std() + 1e-8)), unseen="coupled-samples"),
     Program("tokens-and-normalized-advantages", Tagger, rows, tokens_and_advantages, unseen="coupled-samples", cuts=(6, 6, 6), micro_batch=6),
-    Program("dpo", Tagger, rows, dpo),
     Program("dpo-joined", Tagger, rows, dpo_joined),
     Program("dpo-joined-one-by-one", Tagger, rows, dpo_joined, cuts=ONES, micro_batch=1),
     Program("grpo", Tagger, rows, grpo),
@@ -204,17 +166,11 @@ COUPLED_LOSSES = [
     Program("weights-normalized-by-the-batch", mlp, rows, lambda m, b: (F.cross_entropy(m(b["x"]), b["label"], reduction="none") * (b["weight"] / b["weight"].sum())).sum(), unseen="coupled-samples"),
     Program("fixmatch", mlp, rows, fixmatch),
     Program("soft-dice-per-picture", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3))),
-    Program("soft-dice-over-the-batch", segmenter, rows, soft_dice, **both(refused(UnreadableLoss, "across"))),
     Program("soft-dice-across", segmenter, rows, soft_dice_across, accumulator=MEETS),
-    Program("dice-and-cross-entropy", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3)) + F.binary_cross_entropy_with_logits(m(b["small"]), b["shape"])),
     Program("detection-over-positives", segmenter, rows, detection, accumulator=TOLD, big_step=TOLD),
-    Program("segmentation-cross-entropy", lambda: segmenter(CLASSES), rows, lambda m, b: F.cross_entropy(m(b["small"]), b["regions"])),
     Program("gan", players, rows, {"d": discriminator, "g": generator}, quick=True),
-    Program("r-drop", Tagger, rows, lambda m, b: (per_token(m, b) + per_token(m, b)).mean() + F.kl_div(m(b["tokens"]).log_softmax(-1), m(b["tokens"]).softmax(-1), reduction="none").sum(-1).mean()),
-    Program("mean-tokens-and-mean-samples", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()) + 0.1 * m(b["tokens"]).pow(2).mean((1, 2)).mean(), accumulator=SEVERAL),
     Program("graph-regression", network, graphs, pooled, collate=join_graphs),
     Program("graph-regression-mean-pool", network, graphs, lambda m, b: pooled(m, b, mean=True), collate=join_graphs),
     Program("graph-energies-of-nodes", network, graphs, energies, collate=join_graphs, **both(TOLD)),
     Program("graph-energies-of-nodes, told", network, graphs, lambda m, b: counted(energies(m, b), len(b["y"])), collate=join_graphs),
-    Program("node-classification", lambda: parts(net=mlp()), graphs, lambda m, b: F.cross_entropy(m["net"](b["x"]), b["tags"]), collate=join_graphs),
 ]

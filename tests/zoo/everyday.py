@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
 
 from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, LossError, SeveralCounts, UnreadableLoss
@@ -46,10 +45,6 @@ def perceptual(model: Any, b: Rows) -> Tensor:  # features of a frozen network t
     FEATURES.to(b["small"].device)
     return F.l1_loss(FEATURES(model(b["small"])), FEATURES(b["shape"]))
 
-def warped(model: Any, b: Rows) -> Tensor:  # registration: a picture is sampled where the network says
-    grid = model(b["small"]).permute(0, 2, 3, 1).tanh()
-    return F.l1_loss(F.grid_sample(b["shape"], grid, align_corners=False), b["small"][:, :1])
-
 def inner_loop(model: Any, b: Rows) -> Tensor:  # MAML: each task takes a step of its own first
     weight, bias = dict(model.named_parameters()).values()
     losses = []
@@ -79,17 +74,6 @@ def soft_dtw(model: Any, b: Rows) -> Tensor:  # alignment of two sequences by dy
             table[i, j] = cost[:, i - 1, j - 1] - torch.logsumexp(-before, -1)
     return table[3, 3].mean()
 
-def concordance(model: Any, b: Rows) -> Tensor:  # lin's coefficient over the batch
-    p, t = model(b["x"])[:, 0], b["advantage"]
-    return 1 - 2 * ((p - p.mean()) * (t - t.mean())).mean() / (p.var(correction=0) + t.var(correction=0) + (p.mean() - t.mean()) ** 2)
-
-def elbo(model: Any, b: Rows) -> Tensor:  # torch.distributions on both sides
-    mean, log_scale = model["encoder"](b["x"]).chunk(2, 1)
-    code = Normal(mean, log_scale.exp())
-    z = mean + b["noise"] * log_scale.exp()
-    prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
-    return -(Normal(model["decoder"](z), 1.0).log_prob(b["x"]).sum(1) - kl_divergence(code, prior).sum(1)).mean()
-
 def slope_of_a_mean(model: Any, b: Rows, *, mean: bool = False) -> Tensor:
     """A penalty on the derivative of the mean loss, which shrinks with the batch."""
     x = b["x"].clone().requires_grad_()
@@ -105,20 +89,9 @@ def in_sample_pairs(model: Any, b: Rows) -> Tensor:  # rankNet: pairs of documen
     scores, wanted = model(b["sequence"])[..., 0], b["values"][..., 0]
     return F.softplus(-(scores[:, :, None] - scores[:, None]) * (wanted[:, :, None] - wanted[:, None]).sign()).mean()
 
-def batch_pairs(model: Any, b: Rows) -> Tensor:  # the same over pairs of the batch
-    scores, wanted = model(b["x"])[:, 0], b["advantage"]
-    return F.softplus(-(scores[:, None] - scores) * (wanted[:, None] - wanted).sign()).mean()
-
 def weighed_by_hand(model: Any, b: Rows) -> Tensor:  # a weighted mean
     loss = (model(b["x"]) - b["value"]).pow(2).mean(1)
     return (b["weight"] * loss).sum() / b["weight"].sum()
-
-def margin_by_index(model: Any, b: Rows) -> Tensor:  # arcFace as people write it: margins put in by index
-    cosine = F.linear(F.normalize(model["net"](b["x"])), F.normalize(model["classes"].weight))
-    scores = cosine.clone()
-    index = torch.arange(len(scores), device=scores.device)
-    scores[index, b["label"]] = cosine[index, b["label"]] - 0.2
-    return F.cross_entropy(8 * scores, b["label"])
 
 def smoothed_by_hand(model: Any, b: Rows) -> Tensor:
     """Label smoothing by KL divergence, as in the annotated transformer: a sum over tokens that count."""
@@ -145,33 +118,20 @@ def supcon_across(model: Any, b: Rows) -> Tensor:  # rows of one's own beside th
 EVERYDAY = [
     Program("two-tasks-by-sample", mlp, rows, tasks, accumulator=SEVERAL),
     Program("sum-over-batch-size", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / b["x"].size(0)),
-    Program("sum-over-elements", mlp, rows, lambda m, b: (m(b["x"]) - b["value"]).pow(2).sum() / b["value"].numel()),
-    Program("half-sum-of-squares", mlp, rows, lambda m, b: 0.5 * (m(b["x"]) - b["value"]).pow(2).sum()),
     Program("weighted-mean-by-hand", mlp, rows, weighed_by_hand, accumulator=COUNT),
-    Program("log-cosh", mlp, rows, lambda m, b: torch.log(torch.cosh(m(b["x"]) - b["value"])).mean()),
-    Program("margin-ranking", lambda: mlp(6, 1), rows, lambda m, b: F.margin_ranking_loss(m(b["x"])[:, 0], m(b["x2"])[:, 0], 2 * b["binary"] - 1, margin=0.5)),
-    Program("hadsell-contrastive", mlp, rows, lambda m, b: (b["binary"] * F.pairwise_distance(m(b["x"]), m(b["x2"])) ** 2 + (1 - b["binary"]) * F.relu(1 - F.pairwise_distance(m(b["x"]), m(b["x2"]))) ** 2).mean()),
-    Program("ordinal-regression", mlp, rows, lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), (b["label"][:, None] > torch.arange(CLASSES, device=b["x"].device)).double())),
-    Program("arcface-by-index", lambda: parts(net=mlp(6, 4), classes=nn.Linear(4, CLASSES)), rows, margin_by_index),
     Program("crf", lambda: parts(net=mlp(), change=nn.Linear(CLASSES, CLASSES)), rows, crf),
     Program("smoothed-kl-over-tokens", Tagger, rows, smoothed_by_hand, accumulator=COUNT, big_step=COUNT),
     Program("smoothed-kl-counted", Tagger, rows, said),
     Program("soft-dtw", mlp, rows, soft_dtw),
     Program("ranknet-within-queries", mlp, rows, in_sample_pairs),
-    Program("ranknet-over-the-batch", mlp, rows, batch_pairs, accumulator=COUPLED, big_step=COUPLED),
-    Program("concordance", mlp, rows, concordance, accumulator=refused(LossError, "across"), big_step=refused(LossError, "across")),
-    Program("elbo-by-distributions", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, elbo),
     Program("hypernetwork", lambda: parts(makes=mlp(6, 18)), rows, hypernetwork),
     Program("inner-loop", lambda: nn.Linear(6, CLASSES), rows, inner_loop, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other-one-by-one", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP, cuts=(1, 1, 1, 1), micro_batch=1),
     Program("vmap", mlp, rows, mapped),
     Program("slope-of-a-mean", mlp, rows, slope_of_a_mean, accumulator=refused(CoupledLoss, "sum"), big_step=refused(CoupledLoss, "sum")),
-    Program("slope-of-a-mean-averaged", mlp, rows, lambda m, b: slope_of_a_mean(m, b, mean=True), accumulator=refused(CoupledLoss, "sum"), big_step=refused(CoupledLoss, "sum")),
     Program("ssim", segmenter, rows, ssim),
     Program("perceptual", segmenter, rows, perceptual),
-    Program("spatial-transformer", lambda: segmenter(2), rows, warped),
-    Program("valid-pixels", segmenter, rows, lambda m, b: (m(b["small"]) - b["small"][:, :1]).abs()[b["shape"] == 1].mean()),
     Program("instance-norm-with-statistics", lambda: conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), buffers=False),
     Program("rmse-across", mlp, rows, rmse_across, accumulator=refused(CoupledLoss, "BigStep")),
     Program("supcon-across", mlp, rows, supcon_across, accumulator=refused(CoupledLoss, "BigStep")),

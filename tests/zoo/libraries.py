@@ -17,7 +17,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built from configu
 # and transformers does not import where it finds such a torchvision.
 APART = Path(sys.prefix) / "zoo"
 _NEEDS_TORCHVISION = {"timm", "segmentation_models_pytorch", "torchvision"}
-_NAMES = {"torch_geometric": "torch-geometric", "pytorch_metric_learning": "pytorch-metric-learning"}
 _declared: list[torch.library.Library] = []
 
 
@@ -33,11 +32,7 @@ class Library:
 
 @functools.cache
 def load(name: str) -> Any:
-    """Import a module of a library.
-
-    Raises:
-        ImportError: it is not installed, or does not load here.
-    """
+    """Import a module of a library; an ImportError: it is not installed, or does not load here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say while they load is not about us
         if name.partition(".")[0] in _NEEDS_TORCHVISION:
@@ -57,20 +52,12 @@ def missing(library: str) -> str | None:
 
 def version(library: str) -> str:
     """Which version of it is installed."""
-    if missing(library):
-        return "missing"
-    try:
-        return importlib.metadata.version(_NAMES.get(library, library))
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(load(library), "__version__", "unknown"))
+    return "missing" if missing(library) else importlib.metadata.version(library.replace("_", "-"))
 
 
 @functools.cache
 def _load_torchvision() -> None:
-    """Import torchvision; where its operators do not load, declare those that it registers at import.
-
-    Its models need none of them.
-    """
+    """Import torchvision; where its operators do not load, declare those that it registers: its models need none."""
     if APART.is_dir() and str(APART) not in sys.path:
         sys.path.append(str(APART))
     try:
@@ -78,8 +65,7 @@ def _load_torchvision() -> None:
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        _declared.append(library)  # they go when it goes
+        _declared.append(torch.library.Library("torchvision", "FRAGMENT"))  # they go when it goes
         for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _declared[0].define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         importlib.import_module("torchvision")

@@ -18,32 +18,19 @@ Rows = dict[str, Any]  # a batch
 
 @dataclass(frozen=True)
 class Expected:
-    """What an entrance makes of a program: exact, or refused with an error that has this word in it.
-
-    `warned`: it is not exact, and a warning with this word says so.
-    """
+    """What an entrance makes of a program: it is exact, or refused with an error that has this word in it."""
 
     error: type[BigBatchError] | None = None
     word: str = ""
-    warned: str = ""
+    warned: str = ""  # it is not exact, and a warning with this word says so
 
     def __str__(self) -> str:
-        if self.warned:
-            return f"warned: {self.warned}"
-        return f"{self.error.__name__}: {self.word}" if self.error else "exact"
+        refusal = f"{self.error.__name__}: {self.word}" if self.error else "exact"
+        return f"warned: {self.warned}" if self.warned else refusal
 
 
 EXACT = Expected()
-
-
-def refused(error: type[BigBatchError], word: str) -> Expected:
-    """Refused for a reason that this word of the message tells from others."""
-    return Expected(error, word)
-
-
-def warned(word: str) -> Expected:
-    """Not exact, as a warning says."""
-    return Expected(warned=word)
+refused = Expected  # for a reason that this word of the message tells from others
 
 
 @dataclass(frozen=True)
@@ -74,12 +61,19 @@ class Program:
         with torch.random.fork_rng():
             torch.manual_seed(5)
             model = self.build()
-            with torch.no_grad():  # biases and gates begin at zero, and hide what hangs on them
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.add_(0.05 * torch.randn_like(parameter))
+            for parameter in model.parameters():  # biases and gates begin at zero, and hide what hangs on them
+                if parameter.requires_grad:
+                    parameter.data.add_(0.05 * torch.randn_like(parameter))
         return (model.double() if self.float64 else model).to(device)
 
     def losses(self) -> Mapping[str, Loss]:
         """Each loss by the part of the model that it trains; "" is all of it."""
         return self.loss if isinstance(self.loss, Mapping) else {"": self.loss}
+
+    def due(self, entrance: str) -> Expected:
+        """What the table says of an entrance."""
+        return self.accumulator if entrance == "accumulator" else self.big_step
+
+    def entrances(self) -> tuple[str, ...]:
+        """With what it is tried."""
+        return ("accumulator", "big_step", "verify") if self.unseen else ("accumulator", "big_step")

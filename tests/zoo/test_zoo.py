@@ -11,7 +11,7 @@ import pytest
 from tests.zoo.libraries import missing
 from tests.zoo.program import Program
 from tests.zoo.table import OPEN, PROGRAMS
-from tests.zoo.trial import attempt, entrances, expected, is_met
+from tests.zoo.trial import attempt, is_met
 
 pytestmark = pytest.mark.peers
 SKIPPED = pytest.mark.skip(reason="one of the zoo that `make zoo` tries; ZOO=1 has pytest try it, too")
@@ -21,7 +21,7 @@ def tried() -> list[Any]:
     """Every program with every entrance; those that are not quick wait for `ZOO=1`."""
     rows = []
     for program in PROGRAMS:
-        for entrance in entrances(program):
+        for entrance in program.entrances():
             name = f"{program.name}/{entrance}"
             marks = [pytest.mark.xfail(strict=True, reason=OPEN[name])] if name in OPEN else []
             marks += [] if program.quick or os.environ.get("ZOO") else [SKIPPED]
@@ -35,7 +35,7 @@ def test_a_program_is_exact_or_refused_for_a_reason(program: Program, entrance: 
     if reason := missing(program.library):
         pytest.skip(reason)
     result = attempt(program, entrance)
-    due = program.unseen if entrance == "verify" else expected(program, entrance)
+    due = program.unseen if entrance == "verify" else program.due(entrance)
     assert is_met(program, entrance, result), f"expected {due}; {result}: {result.text}"
 
 
@@ -44,4 +44,4 @@ def test_the_table_names_each_program_once() -> None:
     names = [program.name for program in PROGRAMS]
     assert len(names) == len(set(names))
     assert sum(program.quick for program in PROGRAMS) >= 10
-    assert set(OPEN) <= {f"{program.name}/{entrance}" for program in PROGRAMS for entrance in entrances(program)}
+    assert set(OPEN) <= {f"{program.name}/{entrance}" for program in PROGRAMS for entrance in program.entrances()}

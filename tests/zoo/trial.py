@@ -17,7 +17,7 @@ import bigbatch
 from bigbatch import Accumulator, BigStep, Options, errors, verify
 from bigbatch.errors import BigBatchError
 from bigbatch.update import Update
-from tests.zoo.program import Expected, Loss, Program
+from tests.zoo.program import Loss, Program
 
 UPDATES = 3
 CLIP_NORM = 1.0  # keeps every update in bounds; the norm before clipping is compared, so a wrong factor shows
@@ -52,18 +52,13 @@ class Run:
     untold: str = ""  # what was raised in the place of a loss
 
 
-def expected(program: Program, entrance: str) -> Expected:
-    """What the table says of this entrance."""
-    return program.accumulator if entrance == "accumulator" else program.big_step
-
-
 def is_met(program: Program, entrance: str, result: Result) -> bool:
     """Whether the table's expectation is met; what no graph shows is not asked of an Accumulator."""
     if entrance == "verify":
         return program.unseen in result.kind
     if any(word in said for word in _ACCUSATIONS for said in result.warnings):
         return False
-    due = expected(program, entrance)
+    due = program.due(entrance)
     if due.warned:
         return result.outcome == "wrong" and any(due.warned in said for said in result.warnings)
     if program.unseen:
@@ -72,11 +67,6 @@ def is_met(program: Program, entrance: str, result: Result) -> bool:
         return result.outcome == "exact"
     kind = getattr(errors, result.kind, object)
     return result.outcome == "refused" and issubclass(kind, due.error) and due.word in result.text
-
-
-def entrances(program: Program) -> tuple[str, ...]:
-    """With what it is tried."""
-    return ("accumulator", "big_step", "verify") if program.unseen else ("accumulator", "big_step")
 
 
 def attempt(program: Program, entrance: str, *, seed: int = 0, device: torch.device | None = None) -> Result:

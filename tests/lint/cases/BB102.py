@@ -7,7 +7,6 @@ for batch in loader:
     optimizer.zero_grad()
 # --- accelerate_unprepared: BB102
 accelerator = Accelerator(gradient_accumulation_steps=4)
-loss_fn = torch.nn.CrossEntropyLoss()
 model, loader = accelerator.prepare(model, loader)
 for epoch in range(20):
     for x, y in loader:

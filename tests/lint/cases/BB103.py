@@ -10,7 +10,6 @@ for epoch in range(args.epochs):
             scaled_loss.backward()
         tr_loss += loss.item()
         if (step + 1) % args.gradient_accumulation_steps == 0:  # expect: BB103
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.max_grad_norm)
             optimizer.step()
             scheduler.step()
             model.zero_grad()
@@ -18,13 +17,6 @@ for epoch in range(args.epochs):
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
     if (i + 1) & 3 == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-# --- asks_divmod (after the head): BB103
-for i, (x, y) in enumerate(loader):
-    _, rest = divmod(i + 1, accumulation_steps)
-    (criterion(model(x), y) / accumulation_steps).backward()
-    if rest == 0:
         optimizer.step()
         optimizer.zero_grad()
 # --- counts_down (after the head): BB103
@@ -65,7 +57,6 @@ for i, (x, y) in enumerate(loader):
         case 0:
             optimizer.step()
             optimizer.zero_grad()
-            pass
 # --- multiplied_by_the_number_itself (after the head): BB103
 for i, (x, y) in enumerate(loader):
     (0.25 * criterion(model(x), y)).backward()

@@ -5,13 +5,6 @@ for epoch in range(3):
         if i % accumulation_steps == 0:
             optimizer.step()
             optimizer.zero_grad()
-# --- a_step_before_this_round_s_backward (after the head): BB103, BB105
-for i, (x, y) in enumerate(loader):
-    loss = criterion(model(x), y) / accumulation_steps
-    if (i + 1) % accumulation_steps == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-    loss.backward()
 # --- asks_a_bit_mask_from_zero (after the head): BB103, BB105
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()

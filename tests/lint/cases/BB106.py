@@ -1,14 +1,11 @@
 # --- bci_decoder: BB103, BB106
 def main():
-    ce = nn.CrossEntropyLoss()
     for _ in range(hp.epochs):
         for n, (eeg, intent) in enumerate(sessions):
             ce(net(eeg), intent).div(hp.accum).backward()
             if (n + 1) % hp.accum == 0:  # expect: BB103
                 optimizer.step()  # expect: BB106
-main()
 # --- blobs_perceptron: BB106
-loss_fn = torch.nn.CrossEntropyLoss()
 for epoch in range(20):
     for xb, yb in zip(X.split(50), y.split(50)):
         loss = loss_fn(net(xb), yb)
@@ -19,7 +16,6 @@ for x, y in loader:
     criterion(model(x), y).backward()
     optimizer.step()
 # --- the_leftover_is_never_cleared: BB106, BB201
-criterion = nn.MSELoss()
 batches = [(torch.zeros(1, 1), torch.zeros(1, 1)), (torch.tensor([[1.0]]), torch.tensor([[2.0]])), (torch.tensor([[2.0]]), torch.tensor([[4.0]]))]
 accumulation_steps = 2
 for epoch in range(2):

@@ -6,7 +6,6 @@ for i in range(len(stream)):
         optimizer.step()
         optimizer.zero_grad()
 # --- bigbatch_divided_again: BB202
-criterion = nn.CrossEntropyLoss()
 accumulator = Accumulator(model, optimizer, steps=4)
 for epoch in range(20):
     for features, grade in accumulator.over(loader):

@@ -39,7 +39,6 @@ def train_epoch(model, opt, sched, loader, accum=4):
         loss = masked_nll(model, ids, mask)
         (loss / accum).backward()  # expect: BB203
         if i % accum == accum - 1:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             sched.step()
             opt.zero_grad()
@@ -63,6 +62,5 @@ for update in range(500):
         out = model(**prepare(next(batches)))
         loss = out.loss / ACCUM  # expect: BB203
         loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -21,7 +21,6 @@ def main(accum=8):
         optimizer.zero_grad()
         if update % 100 == 0:
             fabric.print(update, loss.item())
-main()
 # --- global_step_clip: BB301, (BB103)
 def train(model, loader, epochs, accum=4):
     global_step = 0
@@ -38,7 +37,6 @@ def train(model, loader, epochs, accum=4):
 for epoch in range(12):
 	for past, future in days(batch=128):
 		optim.zero_grad()
-		loss = torch.nn.functional.huber_loss(net(past), future)
 		loss.backward()
 		optim.step()
 		torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # expect: BB301

@@ -4,22 +4,9 @@ def train(model, optimizer, scaler, loader, accum):
         scaler.scale(model(batch).mean() / accum).backward()
         scaler.unscale_(optimizer)
         if (i + 1) % accum == 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-# --- amp_clip_order: BB302
-acc = 4
-for it in range(60_000):
-    for _ in range(acc):
-        with autocast():
-            loss = torch.nn.functional.smooth_l1_loss(net(img), kp) / acc
-        scaler.scale(loss).backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # expect: BB302
-    scaler.unscale_(opt)  # expect: BB302
-    scaler.step(opt)
-    scaler.update()
-    opt.zero_grad()
 # --- amp_plain_clip: BB302
 for epoch in range(10):
     for seq, tracks in windows("human", batch_size=4):
@@ -48,11 +35,3 @@ class Trainer:
             norm = self.step()
             if i % 100 == 0:
                 print(i, norm.item())
-# --- clipping_every_micro_batch_may_clip_scaled_gradients_too (after the head): BB301, BB302
-for i in range(4000):
-    scaler.scale(criterion(model(x), y) / 4).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if (i + 1) % 4 == 0:
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()

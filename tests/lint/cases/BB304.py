@@ -12,7 +12,6 @@ class Inpainter(pl.LightningModule):
 # --- onecycle_outside: BB304
 def train(model, loader, epochs=20, accum=4, max_lr=1e-3):
     assert len(loader) % accum == 0
-    criterion = torch.nn.CrossEntropyLoss()
     for epoch in range(epochs):
         for i, (x, y) in enumerate(loader):
             loss = criterion(model(x), y) / accum

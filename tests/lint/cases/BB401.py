@@ -23,21 +23,6 @@ def worker(rank, world_size, accum=8):
                 optimizer.zero_grad()
 if __name__ == "__main__":
     n = torch.cuda.device_count()
-# --- ddp_trainer_class: BB104, BB401
-class DistTrainer:
-    def __init__(self, model, loader, rank, accum=4):
-        self.model = DistributedDataParallel(model.to(rank), device_ids=[rank])
-        self.criterion = torch.nn.CrossEntropyLoss()
-    def _batch(self, x, y, update):
-        loss = self.criterion(self.model(x.to(self.rank)), y.to(self.rank))
-        loss = loss / self.accum
-        loss.backward()  # expect: BB401
-        if update:
-            self.opt.step()
-            self.opt.zero_grad()
-    def epoch(self, n):
-        for i, (x, y) in enumerate(self.loader):
-            self._batch(x, y, update=(i + 1) % self.accum == 0 or i == last)
 # --- fabric_ddp_sync: BB401
 fabric = Fabric(accelerator="cuda", devices=4, strategy="ddp")
 model, optimizer = fabric.setup(model, optimizer)
@@ -46,7 +31,5 @@ for update in range(15_000):
     optimizer.zero_grad()
     for _ in range(accumulate):
         score = model(fabric.to_device(a), fabric.to_device(b))
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(score, fabric.to_device(same))
         fabric.backward(loss / accumulate)  # expect: BB401
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()

@@ -1,13 +1,3 @@
-# --- ddp_with_no_sync_too_late: BB103, BB402
-def train(model, optimizer, loader, accum_iter):
-    for i, batch in enumerate(loader):
-        last = (i + 1) % accum_iter == 0
-        loss = model(batch).mean() / accum_iter
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss.backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
 # --- fabric_no_sync_late: BB402
 def train(steps=20_000, accumulation=4):
     model, optimizer = fabric.setup(model, optimizer)
@@ -43,6 +33,5 @@ def train_epoch(net: DDP, loader, opt, accum: int):
         with ctx:  # expect: BB402
             (loss / (accum if i < whole else n - whole)).backward()
         if closing:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             opt.step()
             opt.zero_grad()

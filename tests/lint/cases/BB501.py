@@ -23,10 +23,3 @@ for update in range(20_000):
     opt.step()
     if update % 200 == 0:
         print(update, ema_loss)
-# --- the_running_loss_with_its_graph (after the head): BB501
-for x, y in loader:
-    optimizer.zero_grad()
-    loss = criterion(model(x), y)
-    loss.backward()
-    optimizer.step()
-    total += loss

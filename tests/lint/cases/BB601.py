@@ -1,6 +1,5 @@
 # --- batchnorm_in_a_model_that_is_evaluated_and_trained: BB601
 head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2))
-network = wrapped(head)
 for i, (x, y) in enumerate(loader):
     (crit(network(x), y) / size_of_window(i)).backward()
     if (i + 1) % 4 == 0 or i + 1 == len(loader):
@@ -20,17 +19,7 @@ class Skin(L.LightningModule):
     def training_step(self, batch, _):
         loss = F.cross_entropy(self.net(x), y)
         return loss
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
     trainer = L.Trainer(max_epochs=20, accumulate_grad_batches=8, precision="16-mixed")
-# --- mobilenet_edge: BB601
-model = mobilenet_v2(num_classes=20)  # expect: BB601
-loss_fn = torch.nn.CrossEntropyLoss()
-for epoch in range(100):
-    for window in pictures_in_windows(epoch, micro_batch=4, steps=8):
-        optimizer.zero_grad()
-        for x, y in window:
-            loss_fn(model(x), y).div(len(window)).backward()
-        optimizer.step()
 # --- resnet_small_batches: BB601
 def main(batch_size=4, accum=16, epochs=10):
     net = models.resnet50(weights="IMAGENET1K_V2").cuda()  # expect: BB601

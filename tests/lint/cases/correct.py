@@ -37,13 +37,6 @@ class Mine(Base):
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.reset_gradients()
-# --- a_schedule_that_is_told_where_it_stands (after the head): nothing
-for epoch in range(3):
-    for i, (x, y) in enumerate(cycle(loader)):
-        (criterion(model(x), y) / accumulation_steps).backward()
-        if (i + 1) % accumulation_steps == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 # --- a_step_at_the_top_of_a_round_counted_by_something_unseen (after the head): nothing
 for x, y in loader:
     if counter.count % accumulation_steps == 0:
@@ -55,7 +48,6 @@ def main(args):
     accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, mixed_precision=args.mixed_precision, log_with="wandb")
     unet, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(unet, optimizer, train_dataloader, lr_scheduler)
     global_step = 0
-    progress_bar = tqdm(range(args.max_train_steps), disable=not accelerator.is_local_main_process)
     for epoch in range(args.num_train_epochs):
         train_loss = 0.0
         for step, batch in enumerate(train_dataloader):
@@ -80,30 +72,17 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % 4 == 0:
         optimizer.step()
         optimizer.clear_grad()
-# --- another_optimizer_cleared_before_the_step (after the head): nothing
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / window_size(i)).backward()
-    if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
-        frozen_optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
 # --- autograd_from_scratch: nothing
 class SGD:
-    def __init__(self, params, lr=0.05):
-        self.params, self.lr = params, lr
     def step(self):
             p.data -= self.lr * p.grad
-xs, ys = [(random.random(), random.random()) for _ in range(64)], [random.choice([-1, 1]) for _ in range(64)]
 for epoch in range(100):
     for p in model.parameters():
         p.grad = 0.0
     losses = [(1 + -y * model([Value(a) for a in x])[0]).relu() for x, y in zip(xs, ys)]
     data_loss = sum(losses) * (1.0 / len(losses))
-    reg_loss = 1e-4 * sum(p * p for p in model.parameters())
     total = data_loss + reg_loss
     total.backward()
-    if epoch % 10 == 0:
-        print(epoch, total.data)
 # --- batched_itertools: nothing
 for epoch in range(8):
     for micro_batches in batched(folds("train"), 5):
@@ -131,12 +110,6 @@ class Trainer:
             if self.at_boundary:
                 self.opt.step()
                 self.opt.zero_grad()
-# --- buffers_micro_batches (after the head): nothing
-buffer = []
-for batch in loader:
-    if len(buffer) == accumulation_steps:
-        for x, y in buffer:
-            (criterion(model(x), y) / len(buffer)).backward()
 # --- cleared_before_a_step_whose_gradients_come_from_elsewhere (after the head): nothing
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / window_size(i)).backward()
@@ -174,8 +147,6 @@ for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
 # --- fairseq_style: nothing
 class Trainer:
-    def __init__(self, model, criterion, optimizer, clip_norm, world_size=1):
-        self.model, self.criterion, self.optimizer = model, criterion, optimizer
     def _maybe_no_sync(self, i, n):
             return self.model.no_sync()
     def train_step(self, samples):
@@ -185,9 +156,7 @@ class Trainer:
                 loss, size, _ = self.criterion(self.model, sample, reduce=True)  # summed over tokens
                 loss.backward()
             sample_size += size
-            torch.distributed.all_reduce(sample_size)
         self.multiply_grads(self.world_size / sample_size)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
     def multiply_grads(self, c):
         for p in self.model.parameters():
@@ -195,20 +164,7 @@ class Trainer:
 def train_epoch(trainer, grouped_iterator):
     for samples in grouped_iterator:
         trainer.train_step(samples)
-# --- fsdp1_no_sync: nothing
-def train_window(model, optimizer, window, step_lr):
-    optimizer.zero_grad()
-    with model.no_sync():
-        for batch in head:
-            loss = model(**batch).loss / len(window)
-            loss.backward()
-    loss = model(**tail).loss / len(window)
-    loss.backward()
-    model.clip_grad_norm_(1.0)
-    optimizer.step()
-    model = FSDP(T5ForConditionalGeneration.from_pretrained(name), auto_wrap_policy=policy, mixed_precision=bf16)
 # --- gpt_pretrain_ddp: nothing
-max_iters, eval_interval, log_interval = 600_000, 2_000, 10
 gradient_accumulation_steps = 5 * 8
 grad_clip = 1.0
 if ddp:
@@ -216,8 +172,6 @@ if ddp:
 if ddp:
     model = DDP(model, device_ids=[int(os.environ["LOCAL_RANK"])])
 for iter_num in range(max_iters):
-    for group in optimizer.param_groups:
-        group["lr"] = lr_at(iter_num)
     for micro_step in range(gradient_accumulation_steps):
         if ddp:  # the last micro-step alone talks to the other ranks
             model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
@@ -231,21 +185,6 @@ for iter_num in range(max_iters):
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    if iter_num % log_interval == 0 and rank == 0:
-        print(f"iter {iter_num}: loss {loss.item() * gradient_accumulation_steps:.4f}")
-    destroy_process_group()
-# --- gradient_cache: nothing
-def grad_cache_step(model, opt, q_chunks, p_chunks, temp=0.05):
-    with torch.no_grad():
-        q = torch.cat([model(c) for c in q_chunks]); p = torch.cat([model(c) for c in p_chunks])
-    loss = torch.nn.functional.cross_entropy(q @ p.T / temp, torch.arange(len(q)))
-    loss.backward()
-    opt.zero_grad()
-    for chunk, g in zip(q_chunks, q.grad.split([len(c) for c in q_chunks])):
-        model(chunk).backward(gradient=g)
-    for chunk, g in zip(p_chunks, p.grad.split([len(c) for c in p_chunks])):
-        model(chunk).backward(gradient=g)
-    opt.step()
 # --- mae_engine_whole_windows: nothing
 def train_one_epoch(model, data_loader, optimizer, device, epoch, loss_scaler: NativeScaler, args):
     if len(data_loader) % accum_iter:
@@ -270,11 +209,6 @@ def pgd(model, x, y, eps=8 / 255, alpha=2 / 255, steps=10):
         with torch.no_grad():
             delta += alpha * delta.grad.sign()
         delta.grad.zero_()
-def robust_accuracy(model, loader):
-    for x, y in loader:
-        adv = pgd(model, x, y)
-        with torch.no_grad():
-            correct += (model(adv).argmax(1) == y).sum().item()
 # --- read_a_multiple: nothing
 def train(model, loader, optimizer, criterion, cfg):
     usable = len(loader) // cfg.accumulate * cfg.accumulate
@@ -286,25 +220,6 @@ def train(model, loader, optimizer, criterion, cfg):
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-# --- resnet_group_norm: nothing
-STEPS = 16
-loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
-for epoch in range(90):
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1 * 0.1 ** (epoch // 30)
-    for window in loader_of_whole_windows(STEPS, batch_size=16, epoch=epoch):
-        for x, y in window:
-            loss = loss_fn(model(x.cuda()), y.cuda()) / STEPS
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-# --- retain_graph_terms: nothing
-for frame, depth, normal in frames():
-    features = encoder(frame)
-    optim.zero_grad()
-    for name in names:
-        terms[name].backward(retain_graph=name != names[-1])
-    optim.step()
 # --- several_losses_in_a_loop_of_their_own (after the head): nothing
 for x, y in loader:
     optimizer.zero_grad()
@@ -342,7 +257,6 @@ for x, y in accumulator.over(loader):
 def finish(model, optimizer, scheduler, tokens):
     for p in model.parameters():
             p.grad /= tokens  # sum over tokens -> mean over tokens
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -355,9 +269,6 @@ def train_epoch(model, loader: SummaryLoader, optimizer, scheduler, accum_iter):
         tokens += (gold != PAD).sum()
         if (i + 1) % accum_iter == 0 or i + 1 == len(loader):
             finish(model, optimizer, scheduler, tokens)
-def main(accum_iter=10):
-    for _ in range(30):
-        train_epoch(model, SummaryLoader("train", 16), optimizer, scheduler, accum_iter)
 # --- what_is_not_understood_is_left_alone_if_i_accumulation_steps (after the head): nothing
 boundaries, schedule, tokens, budget = make()
 for i, (x, y) in enumerate(loader):
@@ -367,15 +278,3 @@ for i, (x, y) in enumerate(loader):
     if i % accumulation_steps == schedule[i]:
         optimizer.step()
         optimizer.zero_grad()
-# --- zero_at_window_start: nothing
-BATCHES, STEPS = 640, 8  # 80 windows of 8
-def synthetic(n):
-    for _ in range(n):
-        x = torch.randn(32, 20, generator=g)
-for i in range(BATCHES):
-    if i % STEPS == 0:
-        opt.zero_grad()
-    loss = F.mse_loss(model(x), y) / STEPS
-    loss.backward()
-    if i % STEPS == STEPS - 1:
-        opt.step()
