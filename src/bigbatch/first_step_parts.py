@@ -151,7 +151,7 @@ class Piece:
             math.nan if weights.each else float(weights.whole),
             self._gradient(loss, terms, weights) if counts else tuple(map(torch.zeros_like, self.probes)),
             self._tolerance(loss, watch.lowest),
-            worker.visits.get("BatchNorm", 0) if worker is not None else 0,
+            worker.norms if worker is not None else 0,
             watch.is_calmed or numbers.drawn(),
             watch.certain and not (self._in_parts and numbers.drawn()),
             watch.peak,

@@ -352,7 +352,7 @@ def test_a_window_in_lock_step_waits_for_nothing(activations: str) -> None:
         step(batch)
     assert found == []
     offload = step._together._offload
-    assert (offload is not None and offload.held > 0) == (activations == "offload")
+    assert (offload is not None and offload.memory.held > 0) == (activations == "offload")
 
 
 def test_offloading_frees_the_device(

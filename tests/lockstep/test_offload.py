@@ -206,7 +206,7 @@ def held_after(step: BigStep) -> int:
     """Return how many bytes of host memory a step holds."""
     offload = step._together._offload
     assert offload is not None
-    return offload.held
+    return offload.memory.held
 
 
 def test_host_memory_serves_again_and_what_follows_a_norm_is_made_again() -> None:

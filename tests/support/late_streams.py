@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from bigbatch.lockstep import offload_fetch, offload_store
+from bigbatch.lockstep import offload_evict, offload_store
 from bigbatch.lockstep.activations import Activations
-from bigbatch.lockstep.offload_fetch import Held, Homecoming
+from bigbatch.lockstep.offload_evict import Held, Homecoming
 
 
 class Stream:
@@ -141,7 +141,7 @@ def _spoil(storage: torch.UntypedStorage) -> None:
 def offload_late(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Offload on the host, in small pieces, as late as can be; counts who went, who came, and who was there before."""
     late = LateTorch()
-    for module in (offload_store, offload_fetch):
+    for module in (offload_store, offload_evict):
         patch.setattr(module, "torch", late)
     patch.setattr(offload_store, "_WORTH_MOVING", 64)
     patch.setattr(offload_store, "_IN_FLIGHT", 2)

@@ -22,13 +22,14 @@ Mode = Literal["keep", "recompute", "offload"]
 class Activations:
     """Chooses where activations wait, window after window."""
 
+    _must_wait = False  # whether a model that could be recomputed has turned out not to be
+    _is_tight = False  # whether keeping all activations has been too much
+    of_a_sample: float | None = None  # bytes that wait, of the latest window's samples
+
     def __init__(self, given: Literal["auto", "keep", "recompute", "offload"], device: torch.device) -> None:
         """`given` is the user's choice."""
         self._given, self._device = given, device
-        self._must_wait = False  # whether a model that could be recomputed has turned out not to be
-        self._is_tight = False  # whether keeping all activations has been too much
         self._known: dict[str, float] = {}  # bytes of a sample that wait, by the samples' shape
-        self.of_a_sample: float | None = None  # likewise, of the latest window's
 
     def mode(self, micro_batches: int, *, meets_inside: bool) -> Mode:
         """Choose for a window; `meets_inside`: its micro-batches meet inside of a model."""
@@ -46,13 +47,15 @@ class Activations:
 
     def fall_back(self, error: BaseException, *, recomputed: bool, out_of_memory: bool) -> bool:
         """Choose another way where this one failed, if that is ours; returns whether to run the window again."""
-        if self._given == "auto" and out_of_memory and not self._is_tight and self._device.type == "cuda":
-            self._is_tight = True
-            return True
-        # A model's own loss is in what is recomputed, so its count cannot be read.
-        cannot = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not out_of_memory
-        again = self._given == "auto" and cannot and not self._must_wait
-        self._must_wait = self._must_wait or again
+        if self._given != "auto":
+            return False
+        if out_of_memory:
+            again = self._device.type == "cuda" and not self._is_tight
+            self._is_tight = self._is_tight or again
+        else:
+            # A model's own loss is in what is recomputed, so its count cannot be read.
+            again = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not self._must_wait
+            self._must_wait = self._must_wait or again
         return again
 
     def make_room(
@@ -69,10 +72,13 @@ class Activations:
         host = host_available() + pinned
         there = host if on_device else min(host, max(budget - resident(), 0))
         free = budget - torch.cuda.memory_allocated(self._device) if on_device else there
-        self.of_a_sample = self._bytes_of(shape, measure, min(_FILLED * free, there) / samples)
-        needed = int(self.of_a_sample * samples)
-        if on_device:
-            self._is_tight = self._is_tight or needed > _FILLED * free
+        most = max(self._known.values(), default=0.0)
+        if shape in self._known or len(self._known) < _SHAPES or most * samples > min(_FILLED * free, there):
+            if shape not in self._known:
+                self._known[shape] = measure()
+            most = self._known[shape]
+        self.of_a_sample, needed = most, int(most * samples)
+        self._is_tight = self._is_tight or (on_device and needed > _FILLED * free)
         if needed > there and (not on_device or self.mode(samples, meets_inside=meets_inside) == "offload"):
             raise OutOfMemory(
                 f"the samples of this batch are coupled, so the activations of all {samples} wait in the host's memory "
@@ -81,11 +87,3 @@ class Activations:
                 fix="a smaller batch, activation checkpointing between the norms, or GroupNorm; or "
                 'Options(activations="keep"), which does not look',
             )
-
-    def _bytes_of(self, shape: str, measure: Callable[[], float], room: float) -> float:
-        if shape not in self._known:
-            most = max(self._known.values(), default=0.0)
-            if len(self._known) >= _SHAPES and most <= room:
-                return most
-            self._known[shape] = measure()
-        return self._known[shape]

@@ -11,7 +11,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -66,31 +66,26 @@ def _met(  # noqa: PLR0917 - torch's own signature
     if worker is None:
         plain: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return plain
-    calls = worker.visits.get("BatchNorm", 0) + 1
-    rests, meets = worker.round.mode == "resting" and running_mean is not None, _meets(worker)
-    if meets and rests:
+    round_, calls = worker.round, worker.norms + 1
+    rests = round_.mode == "resting" and running_mean is not None
+    if round_.meets and rests:
         meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
-    if rests or not meets:
+    if rests or not round_.meets:
         plain = swap.plain(input, running_mean, running_var, weight, bias, not rests, momentum, eps)
-        worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
+        worker.norms = calls  # a function mode has torch come by here once more
         return plain
-    worker.visits["BatchNorm"] = calls
-    name, module = (worker.round.norms or {}).get(id(weight if running_mean is None else running_mean), ("", None))
+    worker.norms = calls
+    name, module = (round_.norms or {}).get(id(weight if running_mean is None else running_mean), ("", None))
     running = None
     if running_mean is not None and running_var is not None:
         running = _updating(worker, running_mean, running_var, momentum, module)
     found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
-    recipes = worker.round.offload.recipes if worker.round.offload is not None else None
+    recipes = round_.offload.recipes if round_.offload is not None else None
     if recipes is not None and found.requires_grad and recipes.in_force:
         own_weight, own_bias = (None if each is None else each.detach() for each in (weight, bias))
         now = partial(normalised, weight=own_weight, bias=own_bias, pooled=pooled)
         recipes.add(found, Recipe(recipes.store(dense(input.detach())), now))
     return found  # type: ignore[no-any-return]
-
-
-def _meets(worker: Worker) -> bool:
-    """Whether a micro-batch has others to normalise with, and is to."""
-    return not worker.round.is_alone and worker.round.norms is not None
 
 
 def _refusing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -99,7 +94,7 @@ def _refusing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def below(*arguments: Any, **named: Any) -> Tensor:
         worker = current()
         training = named["training"] if "training" in named else arguments[_TRAINING]
-        if worker is not None and training and _meets(worker):
+        if worker is not None and training and worker.round.meets:
             raise BatchNormError(
                 "a BatchNorm in training mode calls torch.batch_norm, which micro-batches cannot meet at.",
                 fix="torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; a frozen layer; or "
@@ -142,6 +137,10 @@ def _updating(worker: Worker, mean: Tensor, variance: Tensor, momentum: float, m
 _Local = tuple[Moments, _Update | None]  # what a micro-batch comes with
 
 
+def _staying(*_: Any) -> AbstractContextManager[bool]:
+    return nullcontext(enter_result=False)
+
+
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - `apply` takes no names
@@ -156,17 +155,17 @@ class _BatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Pooled]:
         x = dense(x)
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
-        ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
-        local = moments(x), running
-        offload = worker.round.offload
+        title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
+        local, offload = (moments(x), running), worker.round.offload
+        ctx.waiting = _staying
         # Not where a checkpoint takes what is saved: it can be asked once.
-        ctx.offload = offload if offload is not None and offload.recipes.in_force and gradient else None
-        if ctx.offload is not None:
-            ctx.offload.recipes.store(x)  # now, and not after the meeting: others may need its memory meanwhile
-        with ctx.offload.waiting(worker) if ctx.offload is not None else nullcontext():
-            pooled: Pooled = meet_in_forward(worker, ctx.title, local, lambda parts: _pool(parts, eps, worker))
+        if offload is not None and offload.recipes.in_force and gradient:
+            offload.recipes.store(x)  # now, and not after the meeting: others may need its memory meanwhile
+            ctx.waiting = offload.waiting
+        with ctx.waiting(worker):
+            pooled: Pooled = meet_in_forward(worker, title, local, lambda parts: _pool(parts, eps, worker))
         ctx.worker, ctx.number = worker, pooled.number
-        ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
+        ctx.title = f"{title}, meeting {worker.meetings}"  # backward must come to the same one of several
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
         return normalised(x, weight, bias, pooled), pooled
 
@@ -174,21 +173,19 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_inner_derivative(ctx.worker, ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
-        above, offload = dense(gradients[0]), ctx.offload
+        above, round_ = dense(gradients[0]), ctx.worker.round
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         pooled = Pooled(mean, inverse_std, ctx.number)
         *sums, of_weight, of_bias = sums_of(above, x, weight, pooled)
         of_x = None
         if needs_x:
-            beside = x.numel() * x.element_size()
-            with offload.waiting(ctx.worker, above, beside) if offload is not None else nullcontext() as without:
+            with ctx.waiting(ctx.worker, above, x.numel() * x.element_size()) as without:
                 if without:
                     del x  # it comes back
-                combine = partial(_added, ranks=ctx.worker.round.ranks)
-                total = ctx.worker.meet(f"the backward of {ctx.title}", sums, combine)
+                total = ctx.worker.meet(f"the backward of {ctx.title}", sums, partial(_added, ranks=round_.ranks))
             if without:
                 x = ctx.saved_tensors[0]
-            of_x = below(above, x, weight, pooled, total, ctx.worker.round.constants)
+            of_x = below(above, x, weight, pooled, total, round_.constants)
         own = of_weight if weight is not None and needs_weight else None
         return of_x, own, of_bias if needs_bias else None, None, None, None, None
 

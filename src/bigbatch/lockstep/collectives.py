@@ -60,15 +60,14 @@ def refuse_inner_derivative(worker: Worker, title: str) -> None:
         )
 
 
-def refuse_changed(shared: list[tuple[Tensor, str]]) -> None:
+def refuse_changed(together: Tensor, title: str) -> None:
     """Raise where a value that is one tensor for all micro-batches was changed in place by one of them."""
-    for together, title in shared:
-        if together._version:  # noqa: SLF001 - torch's own counter of changes in place
-            msg = (
-                f"the result of {title} was changed in place, and it is one tensor for all micro-batches.\n"
-                "Write y = y * 2 instead of y.mul_(2), or clone it first."
-            )
-            raise RuntimeError(msg)
+    if together._version:  # noqa: SLF001 - torch's own counter of changes in place
+        msg = (
+            f"the result of {title} was changed in place, and it is one tensor for all micro-batches.\n"
+            "Write y = y * 2 instead of y.mul_(2), or clone it first."
+        )
+        raise RuntimeError(msg)
 
 
 def refuse_unlike(round_: Round) -> None:
@@ -118,14 +117,12 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str, rows: bool) -> Tensor:  # noqa: FBT001
-        ranks = worker.round.ranks
-        ctx.rows = None
+        ranks, own, ctx.rows = worker.round.ranks, x.detach(), None
         if rows:
-            combine = partial(_concatenated, ranks=ranks, title=name)
-            together, starts = meet_in_forward(worker, name, x.detach(), combine)
+            together, starts = meet_in_forward(worker, name, own, partial(_concatenated, ranks=ranks, title=name))
             ctx.rows = starts[worker.number], x.shape[0]
         else:
-            together = meet_in_forward(worker, name, x.detach(), partial(_over_ranks, ranks=ranks, title=name), _add)
+            together = meet_in_forward(worker, name, own, partial(_over_ranks, ranks=ranks, title=name), _add)
         worker.round.shared.append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.asked, ctx.title, ctx.together = worker, name, f"{name}, meeting {worker.meetings}", together
@@ -137,14 +134,12 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_inner_derivative(ctx.worker, ctx.title)
-        refuse_changed([(ctx.together, ctx.title)])
+        refuse_changed(ctx.together, ctx.title)
         # The title for ranks has no number: one with a single micro-batch has fewer meetings.
         combine = partial(_over_ranks, ranks=ctx.worker.round.ranks, title=f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], combine, _add)
-        if ctx.rows is not None:
-            return total.narrow(0, *ctx.rows).to(gradients[0].dtype), None, None, None
-        own = total.to(gradients[0].dtype)
-        if ctx.worker.round.offload is not None and own is total:
+        own = (total if ctx.rows is None else total.narrow(0, *ctx.rows)).to(gradients[0].dtype)
+        if own is total and ctx.worker.round.offload is not None:
             own = total.clone()  # its memory may go while this micro-batch waits, and others have the same
         return own, None, None, None
 
@@ -159,12 +154,10 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tuple[Tensor, list[int]]:
-    starts = [0, *accumulate(len(piece) for piece in pieces)]
-    together = torch.cat(pieces)
-    if ranks is None:
-        return together, starts
-    every, mine = ranks.gathered(together, title)
-    return every, [mine + start for start in starts]
+    together, mine = torch.cat(pieces), 0
+    if ranks is not None:
+        together, mine = ranks.gathered(together, title)
+    return together, list(accumulate(map(len, pieces), initial=mine))
 
 
 def _over_ranks(values: list[Tensor], ranks: Ranks | None, title: str) -> Tensor:

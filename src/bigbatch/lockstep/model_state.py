@@ -1,14 +1,14 @@
-"""What the modules of a model hold while it runs twice: a second run must find the same, and leave no trace.
+"""What the modules of models hold while micro-batches take turns, or a model runs twice.
 
-Buffers that a run moves (a spectral norm's vector, a running center) are put back for the second run. What runs write
+Buffers that a run moves (a spectral norm's vector, a running center) are put back for a second run. What runs write
 otherwise is theirs. All else must stay: what `loss_fn` sets for one call, as an adapter or a condition, is refused.
 Attributes, and what plain dicts among them hold, are compared by identity.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress
-from operator import is_, not_
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,9 +29,34 @@ class CannotRecompute(LossError, ConfigurationError):
     """A model whose activations were to be recomputed would give another gradient, or none."""
 
     def __init__(self, problem: str, fix: str = "") -> None:
-        """Say what stands against it."""
         fix = f"{fix}; or {_OR_KEEP}" if fix else _OR_KEEP
         super().__init__(f"activations cannot be recomputed: {problem}.", fix=fix)
+
+
+class OwnParameters:
+    """Which parameters some models have, and in which memory.
+
+    Micro-batches take turns in the midst of a `functional_call` or of an exchange of `p.data`. So such calls end in
+    another order than they began, and leave other parameters behind.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._places = [
+            (module._parameters, name, parameter, parameter.data)  # noqa: SLF001 - where functional_call puts others
+            for model in models
+            for module in model.modules()
+            for name, parameter in module._parameters.items()  # noqa: SLF001
+            if parameter is not None and type(parameter.data) is Tensor  # others may have no memory of their own
+        ]
+
+    def restore(self) -> list[str]:
+        """Put all of them back; returns the names of those that were others."""
+        found = []
+        for table, name, parameter, data in self._places:
+            if table.get(name) is not parameter or parameter.data_ptr() != data.data_ptr():
+                table[name], parameter.data = parameter, data
+                found.append(name)
+        return found
 
 
 class ModelState:
@@ -39,21 +64,20 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         """Take note, before a first run."""
-        modules = list(model.modules())
-        named = [(type(m).__name__, each) for m in modules for each in (vars(m), *(vars(m)[name] for name in _TABLES))]
-        named += [
-            (f"{type(module).__name__}.{key}", value)
-            for module in modules
+        modules = [(type(module).__name__, module) for module in model.modules()]
+        named = [(name, vars(module)) for name, module in modules] + [
+            (name if key in _TABLES else f"{name}.{key}", value)
+            for name, module in modules
             for key, value in vars(module).items()
-            if key not in _TABLES and type(value) is dict and len(value) <= _MANY
+            if key in _TABLES or (type(value) is dict and len(value) <= _MANY)
         ]
-        self._names, self._tables = [name for name, _ in named], [table for _, table in named]
+        self._names, self._tables = zip(*named, strict=True)
         self._contents = [table.copy() for table in self._tables]
         self._written: set[tuple[int, Any]] = set()  # by a run itself: the number of a table, and a key in it
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         self._buffers = [
             (module, name, buffer, _version(buffer))
-            for module in modules
+            for _, module in modules
             for name, buffer in module._buffers.items()  # noqa: SLF001
             if buffer is not None
         ]
@@ -64,14 +88,14 @@ class ModelState:
         self._written = set(self._changed())
         for number, key in self._written:  # and not held: they may be activations that were put aside
             self._contents[number].pop(key, None)
-        moving = [
-            module._buffers.get(name) is not buffer  # noqa: SLF001
-            or _version(buffer) != version
-            or (isinstance(module, Statistics) and module.training)  # they move without a new version
-            for module, name, buffer, version in self._buffers
-        ]
-        self._moving = [(each[0]._buffers, each[1]) for each in compress(self._buffers, moving)]  # noqa: SLF001
-        self._buffers = [*compress(self._buffers, map(not_, moving))]
+        every, self._buffers = self._buffers, []
+        for module, name, buffer, version in every:
+            table = module._buffers  # noqa: SLF001
+            has_moved = table.get(name) is not buffer or _version(buffer) != version
+            if has_moved or (isinstance(module, Statistics) and module.training):  # they move without a new version
+                self._moving.append((table, name))
+            else:
+                self._buffers.append((module, name, buffer, version))
 
     def refuse_changed(self) -> None:
         """Raise where modules hold something else than after the first run."""

@@ -1,52 +1,221 @@
-"""What a micro-batch holds on the device while it waits at a norm; where that is too much, some wait without it.
+"""What leaves the device while micro-batches wait, and comes back before it is asked for.
 
-Each of many micro-batches comes to a norm with a large tensor, and often with that of a shortcut as well: together more
-than all activations of one. So beyond a limit, whichever their number, micro-batches leave the memory of what they hold
-behind. In forward the host has a copy anyway; in backward a gradient is copied out and back. The tensors themselves
-stay: autograd and the model's own code hold them, and find them as they were.
+Saved tensors go to the host, and are fetched ahead in backward: one window asks as the other did. And each of many
+micro-batches comes to a norm with a large tensor, and often with that of a shortcut as well: together more than all
+activations of one. So beyond a limit, whichever their number, micro-batches leave the memory of what they hold behind.
+In forward the host has a copy anyway; in backward a gradient is copied out and back. The tensors themselves stay:
+autograd and the model's own code hold them, and find them as they were.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from operator import is_
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.offload_fetch import Held
-
+_FAR = 256  # how many questions ahead are looked at
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _FEW = 8  # operations: more are a layer's
 
 
+class Saved(NamedTuple):
+    """A saved tensor, without its memory where that has gone: it knows whether it was changed in place."""
+
+    source: Tensor
+    version: int
+
+    @classmethod
+    def without_memory(cls, tensor: Tensor) -> "Saved":
+        """Return what tells of a tensor, and holds nothing."""
+        witness = tensor.detach()
+        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return cls(witness, tensor._version)  # noqa: SLF001
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written into it since."""
+        return self.source._version != self.version  # noqa: SLF001 - torch looks at it itself without hooks
+
+
+class Out(NamedTuple):
+    """A tensor that was copied to the host."""
+
+    host: Tensor
+    bytes: int
+    copied: torch.cuda.Event
+    saved: Saved | None = None  # None: a gradient
+
+
+class Held(NamedTuple):
+    """A piece of memory, as long as somebody else holds it, and the number of its copy on the host if there is one.
+
+    No other piece gets its name while it is referred to.
+    """
+
+    reference: StorageWeakRef
+    number: int | None
+
+    def taken(self) -> torch.UntypedStorage | None:
+        """Return the memory, if it is still there."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)  # noqa: SLF001 - as multiprocessing has it
+        return found
+
+
+def name_of(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from all other that is referred to."""
+    name: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch.multiprocessing has it
+    return name
+
+
+@dataclass
+class Fetcher:
+    """What comes back from the host while one forward or one backward runs, on a stream of its own.
+
+    Questions come in an order that is the same in every window of the same tensors. The first is written down; in those
+    after it, what comes next is fetched while the present one is used, up to `room` bytes, and kept where it is needed
+    once more before long.
+    """
+
+    device: torch.device
+    stream: torch.cuda.Stream
+    outs: list[Out]
+    room: int
+    order: list[int] | None = None  # in which questions will come
+    asked: list[int] = field(default_factory=list)  # so far
+    there: dict[int, tuple[Tensor, torch.cuda.Event]] = field(default_factory=dict)
+    _looked: int = 0  # how far ahead in that order everything is there
+    _soon: dict[int, int] = field(default_factory=dict)  # what is asked for until then, and how often
+    _ahead: int = 0  # bytes of it
+
+    def ask(self, number: int) -> Tensor:
+        """Return a tensor, for use on the present stream."""
+        here = torch.cuda.current_stream(self.device)
+        at = len(self.asked)
+        self.asked.append(number)
+        found, event = self._fetched(number, here)
+        here.wait_event(event)
+        if self.order is not None and self.order[at : at + 1] != [number]:
+            self.order = None  # another way this time: one after the other, and nothing ahead
+            for _, fetched in self.there.values():
+                here.wait_event(fetched)  # their memory is given out again: not before it was filled
+            self.there.clear()
+            self._soon.clear()
+        if self.order is not None:
+            if at >= self._looked:
+                self._looked = at + 1
+            else:
+                self._is_soon_no_more(number)
+            self.fetch_ahead(here)
+        if number not in self._soon:
+            self.there.pop(number, None)
+        return found
+
+    def fetch_ahead(self, here: torch.cuda.Stream | None = None) -> None:
+        """Fetch what is asked for next, if that is known, up to a limit; what was fetched for it is not looked at."""
+        for number in (self.order or [])[self._looked : len(self.asked) + _FAR]:
+            if number not in self._soon:
+                if not self._is_away(number) or self._ahead + self.outs[number].bytes > self.room:
+                    return
+                here = here or torch.cuda.current_stream(self.device)
+                self._fetched(number, here)
+                self._ahead += self.outs[number].bytes
+                self._soon[number] = 0
+            self._soon[number] += 1
+            self._looked += 1
+
+    def _is_soon_no_more(self, number: int) -> None:
+        self._soon[number] -= 1
+        if not self._soon[number]:
+            del self._soon[number]
+            self._ahead -= self.outs[number].bytes
+
+    def _fetched(self, number: int, here: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+        """Bring a tensor back, if it is not there."""
+        if number not in self.there:
+            out = self.outs[number]
+            there = self._room_for(number, out)
+            self.stream.wait_stream(here)  # which may still use that memory
+            self.stream.wait_event(out.copied)
+            with torch.cuda.stream(self.stream):
+                there.copy_(out.host, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(self.stream)
+            self.there[number] = there, event
+        return self.there[number]
+
+    def _is_away(self, number: int) -> bool:
+        return number < len(self.outs)
+
+    def _room_for(self, _: int, out: Out) -> Tensor:
+        host = out.host
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.device)
+
+
+@dataclass
+class Homecoming(Fetcher):
+    """Tensors that live on without their memory, and get it back: whoever holds one finds it as it was."""
+
+    _homes: dict[int, Held] = field(default_factory=dict)
+
+    def empty(self, number: int, home: Held) -> None:
+        """Give up the memory of a tensor that has been copied out, if there still is one."""
+        storage = home.taken()
+        if storage is not None:
+            self._homes[number] = home
+            storage.resize_(0)
+
+    def come_home(self, number: int) -> torch.cuda.Event | None:
+        """Have a tensor's memory back, for use on the present stream; returns when its copy was read."""
+        event = None
+        if self._is_away(number):
+            event = self._fetched(number, torch.cuda.current_stream(self.device))[1]
+            self.ask(number)
+            self.there.pop(number, None)
+            if self.order is not None and number in self._soon:
+                # It may leave once more before it is asked for again: then it is to be fetched again, too.
+                at = self.order.index(number, len(self.asked))
+                for each in self.order[at : self._looked]:
+                    self._is_soon_no_more(each)
+                self._looked = at
+        self._homes.pop(number, None)
+        return event
+
+    def _is_away(self, number: int) -> bool:
+        return number in self._homes and not self._homes[number].reference.expired()
+
+    def _room_for(self, number: int, out: Out) -> Tensor:
+        home = self._homes[number].taken()
+        assert home is not None  # noqa: S101 - it was seen to live
+        home.resize_(out.bytes)
+        host = out.host
+        return torch.empty(0, dtype=host.dtype, device=self.device).set_(home, 0, host.shape, host.stride())
+
+
+@dataclass
 class Holdings:
     """The memory that each micro-batch is known to hold."""
 
-    def __init__(self, limit: int | None, kept: Callable[[], Iterable[Tensor]]) -> None:
-        """`limit`: bytes that may wait on the device; `kept`: tensors whose memory stays, whoever waits."""
-        self._limit, self._kept = limit, kept
-        self._of: dict[int, dict[int, Held]] = {}
-        self._first: dict[int, tuple[int, Held]] = {}  # whose a piece of memory was first
-        self._staying: set[int] = set()  # what more than one has come with
-        self._known: tuple[list[Tensor], list[int], set[int]] = [], [], set()  # what was kept, where, and its memory
+    limit: int | None  # bytes that may wait on the device
+    kept: Callable[[], Iterable[Tensor]]  # tensors whose memory stays, whoever waits
+    _of: defaultdict[int, dict[int, Held]] = field(default_factory=lambda: defaultdict(dict))
+    staying: dict[int, Held] = field(default_factory=dict)  # what more than one has come with, by its name
+    _known: tuple[list[Tensor], list[int], set[int]] = ([], [], set())  # what was kept, where, and its memory
 
     def add(self, worker: int, tensor: Tensor, number: int | None = None) -> None:
         """Know of a tensor that a micro-batch has for itself alone, where its memory can go and come back."""
         storage = tensor.untyped_storage()
-        if self._limit is None or not _is_all_of(tensor, storage) or _is_of_weights(tensor):
+        # Memory that is all of this tensor, value by value.
+        plain = not tensor.is_conj() and not tensor.is_neg() and not tensor.storage_offset()
+        is_all = plain and storage.nbytes() == tensor.numel() * tensor.element_size() and storage.resizable()
+        if self.limit is None or not is_all or _is_of_weights(tensor):
             return
-        name, held = name_of(storage), Held(StorageWeakRef(storage), number)
-        whose, first = self._first.get(name, (worker, held))
-        if whose != worker and not first.reference.expired():
-            self._staying.add(name)
-        else:
-            self._first[name] = worker, held
-            self._staying.discard(name)  # a piece before it had its place
-        self._of.setdefault(worker, {})[name] = held
-
-    def may_go(self, held: Held) -> bool:
-        """Whether nobody else has come with it."""
-        return held.reference.cdata not in self._staying
+        name, held = name_of(tensor), Held(StorageWeakRef(storage), number)
+        if any(name in each for other, each in self._of.items() if other != worker):
+            self.staying[name] = held
+        self._of[worker][name] = held
 
     def leaving(self, worker: int, workers: int, beside: int, shared: Iterable[Tensor] = ()) -> list[Held]:
         """Return what a micro-batch leaves behind, `beside` being bytes that it can do without anyway.
@@ -54,60 +223,27 @@ class Holdings:
         Of all `workers`, which hold about the same, as many leave as must, one here and one there; none leaves what is
         `shared` by all.
         """
-        if self._limit is None:
+        if self.limit is None:
             return []
-        mine = self._of.get(worker, {})
-        held, storage = beside, None
-        for name, each in list(mine.items()):
-            storage = each.taken()
-            if storage is None:
-                del mine[name]
-            else:
-                held += storage.nbytes()
-        del storage
-        share = 1 - self._limit / max(workers * held, 1)
+        every = self._of[worker]
+        sizes = {name: there.nbytes() for name in every for there in [every[name].taken()] if there is not None}
+        mine = self._of[worker] = {name: every[name] for name in sizes}
+        share = 1 - self.limit / max(workers * (beside + sum(sizes.values())), 1)
         if share <= 0 or int((worker + 1) * share) == int(worker * share):
             return []
-        staying = self._kept_memory() | {name_of(tensor.untyped_storage()) for tensor in shared} | self._staying
+        now = list(self.kept())  # they are looked at every time, but their memory takes longer
+        places = [each.data_ptr() if type(each) in _PLAIN else name_of(each) for each in now]
+        if places != self._known[1]:  # of tensors that are held: no other is in the place of one
+            self._known = now, places, set(map(name_of, now))
+        staying = self._known[2].union(map(name_of, shared), self.staying)
         return [each for name, each in mine.items() if name not in staying]
-
-    def _kept_memory(self) -> set[int]:
-        """Return the memory that is kept now. The tensors are looked at every time, but their memory takes longer."""
-        now = list(self._kept())
-        places = [each.data_ptr() if type(each) in _PLAIN else name_of(each.untyped_storage()) for each in now]
-        before, where, found = self._known
-        if len(now) != len(before) or places != where or not all(map(is_, now, before)):
-            found = {name_of(each.untyped_storage()) for each in now}
-            self._known = now, places, found
-        return found
-
-    def forget(self) -> None:
-        """Forget all."""
-        self._known = [], [], set()
-        self._of.clear()
-        self._first.clear()
-        self._staying.clear()
-
-
-def _is_all_of(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether this memory is of this tensor, value by value, and may be given up."""
-    plain = not tensor.is_conj() and not tensor.is_neg() and not tensor.storage_offset()
-    return plain and storage.nbytes() == tensor.numel() * tensor.element_size() and storage.resizable()
 
 
 def _is_of_weights(tensor: Tensor) -> bool:
     """Whether a tensor is made of weights alone, in a few steps: autocast keeps its casts for all micro-batches."""
-    nodes, seen = [tensor.grad_fn], 0
-    while nodes:
-        node = nodes.pop()
-        seen += 1
-        if node is None or seen > _FEW:  # of something that no gradient goes to, as samples are
+    nodes = [tensor.grad_fn]
+    for node in nodes:
+        if node is None or len(nodes) > _FEW:  # of something that no gradient goes to, as samples are
             return False
         nodes += [below for below, _ in node.next_functions]
     return True
-
-
-def name_of(storage: torch.UntypedStorage) -> int:
-    """Return what tells a piece of memory from all others that live."""
-    name: int = storage._cdata  # noqa: SLF001 - as torch.multiprocessing has it
-    return name

@@ -32,15 +32,19 @@ class Recipe:
 
     source: Any  # the norm's input, as it is kept
     normalise: Callable[[Tensor], Tensor]
-    activate: Callable[[Tensor], Tensor] | None = None
+    activate: "partial[Tensor] | None" = None
 
 
 class Recipes:
     """How the tensors of a window were made, as long as they live; `store` and `load` keep what they were made of."""
 
     def __init__(self, store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
-        """Know of none."""
         self.store, self._load = store, load
+        self.forget()
+
+    def forget(self) -> None:
+        """Know of none: forward is over, or the window."""
+        # By their memory, to which the reference keeps the name.
         self._known: dict[int, tuple[StorageWeakRef, tuple[Any, ...], Recipe]] = {}
         self._latest: tuple[Recipe, Tensor] | None = None
 
@@ -71,22 +75,15 @@ class Recipes:
 
     def add(self, result: Tensor, recipe: Recipe) -> None:
         """Remember how a tensor was made."""
-        storage = result.untyped_storage()
-        self._known[storage._cdata] = (StorageWeakRef(storage), view_of(result), recipe)  # noqa: SLF001 - as multiprocessing
+        reference = StorageWeakRef(result.untyped_storage())
+        self._known[reference.cdata] = reference, view_of(result), recipe
 
     def of(self, tensor: Tensor) -> Recipe | None:
         """Return how a tensor was made, if it is as it was then."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no memory of their own
             return None
         known = self._known.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
-        if known is None or known[0].expired() or known[1] != view_of(tensor):
-            return None
-        return known[2]
-
-    def forget(self) -> None:
-        """Forget all: forward is over, or the window."""
-        self._known.clear()
-        self._latest = None
+        return known[2] if known is not None and known[1] == view_of(tensor) else None
 
 
 def _in_force() -> Recipes | None:
@@ -123,18 +120,16 @@ class _Activated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inplace: bool, recipes: Recipes, recipe: Recipe, own: Recipe) -> Tensor:  # noqa: FBT001, PLR0917 - `apply` takes no names
-        ctx.recipes, ctx.recipe, ctx.own = recipes, recipe, own
-        function: Any = own.activate
+        ctx.recipes, ctx.recipe, ctx.own, function = recipes, recipe, own, own.activate
+        assert function is not None  # noqa: S101 - it is one of an activation
         if inplace:
             ctx.mark_dirty(x)
-        found: Tensor = function(x, inplace=True) if inplace else function(x)
-        return found
+        return function(x, inplace=inplace)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        recipes: Recipes = ctx.recipes
-        function: Any = ctx.own.activate
+        recipes, function = ctx.recipes, ctx.own.activate
         if function.func is _relu:  # the gradient goes where the result is above zero: that is there already
             below = torch.ops.aten.threshold_backward(gradients[0], recipes.made(ctx.own), 0)
         else:

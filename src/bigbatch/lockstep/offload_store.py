@@ -3,14 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.offload_evict import Holdings, name_of
-from bigbatch.lockstep.offload_fetch import Fetcher, Held, Homecoming, Out, Saved
+from bigbatch.lockstep.offload_evict import Fetcher, Held, Holdings, Homecoming, Out, Saved, name_of
 from bigbatch.lockstep.offload_remake import Recipes, view_of
 from bigbatch.state import scope
 
@@ -22,6 +21,7 @@ _ORDERS = 24  # kinds of forwards and backwards that are remembered
 _SLAB = 1 << 28  # bytes that are pinned at once, at least
 _PIECES = 4  # that a slab holds, at least: what is left at its end is a small part of it
 _ALIGNED = 512
+Way = TypeVar("Way", bound=Fetcher)
 
 
 class HostMemory:
@@ -31,7 +31,6 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        """Have none yet."""
         self._slabs: list[Tensor] = []
         self._left: list[int] = []  # bytes of each that are not used
 
@@ -65,31 +64,35 @@ class Offload:
         """Have nothing yet; `sparing` less is under way at once."""
         self._device = device
         self._under_way = _IN_FLIGHT_SPARING if sparing else _IN_FLIGHT
-        self._memory = HostMemory()
+        self.memory = HostMemory()
         self.recipes = Recipes(self._stored, self._unpacked)
         # Each one for all windows: host memory is read before it is written again.
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._orders: dict[Any, list[int]] = {}
         self._begin(None, tuple, 0)
 
-    @property
-    def held(self) -> int:
-        """Bytes of host memory that are there for it."""
-        return self._memory.held
-
     def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
         self._outs: list[Out] = []
         self._largest = 0
-        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # copies, by memory and view
         self._leaving: deque[tuple[int, Tensor]] = deque()
         self._leaving_bytes = 0
-        self._holdings = Holdings(limit, kept)
         self._absent: dict[int, tuple[int, Held]] = {}  # memory that may go when all of it was copied, and its copy
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}  # where gradients have been, and read when
         self._kinds: list[tuple[Any, Fetcher]] = []
-        self._coming_home = self._homecoming(kind)
+        self._begin_half(kind, Holdings(limit, kept))
         # A loss may be looked at before it goes back.
         self._fetcher = Fetcher(self._device, self._inward, self._outs, 0)
+
+    def _begin_half(self, kind: Any, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # copies, by memory and view
+        self.recipes.forget()
+        self._coming_home = self._ordered(kind, Homecoming, _COMING_HOME)
+
+    def _ordered(self, kind: Any, make: type[Way], largest: int) -> Way:
+        found = make(self._device, self._inward, self._outs, largest * self._largest, self._orders.get(kind))
+        self._kinds.append((kind, found))
+        return found
 
     @contextmanager
     def window(
@@ -104,45 +107,29 @@ class Offload:
         here = torch.cuda.current_stream(self._device)
         for stream in (self._outward, self._inward):
             stream.wait_stream(here)  # a part of what is captured, where this is
-        self._memory.begin_anew()
+        self.memory.begin_anew()
         self._begin(limit, kept, kind)
         try:
             yield
-            self._learn()
+            for each, fetcher in self._kinds:  # remember in which order this window has asked, if that was not known
+                if fetcher.asked and fetcher.asked != fetcher.order:
+                    self._orders[each] = fetcher.asked
+            while len(self._orders) > _ORDERS:
+                del self._orders[next(iter(self._orders))]
         finally:
             for stream in (self._outward, self._inward):
                 here.wait_stream(stream)  # what was fetched for nothing is given back after its copy
-            self.recipes.forget()
             self._begin(None, tuple, 0)
 
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
         kind = tuple([out.bytes for out in self._outs])
-        self._fetcher = Fetcher(self._device, self._inward, self._outs, self._under_way * self._largest)
-        self._fetcher.order = self._orders.get(kind)
-        self._kinds.append((kind, self._fetcher))
+        self._fetcher = self._ordered(kind, Fetcher, self._under_way)
         # What was saved last is asked for first: it need not come back.
         self._fetcher.there = {number: (tensor, self._outs[number].copied) for number, tensor in self._leaving}
         self._leaving.clear()
         self._leaving_bytes = 0
-        self._holdings.forget()
-        self._coming_home = self._homecoming(("back", *kind))
-        self._known.clear()
-        self.recipes.forget()
-
-    def _homecoming(self, kind: Any) -> Homecoming:
-        found = Homecoming(self._device, self._inward, self._outs, _COMING_HOME * self._largest)
-        found.order = self._orders.get(kind)
-        self._kinds.append((kind, found))
-        return found
-
-    def _learn(self) -> None:
-        """Remember in which order this window has asked, if that was not known."""
-        for kind, fetcher in self._kinds:
-            if fetcher.asked and fetcher.asked != fetcher.order:
-                self._orders[kind] = fetcher.asked
-        while len(self._orders) > _ORDERS:
-            del self._orders[next(iter(self._orders))]
+        self._begin_half(("back", *kind), Holdings(self._holdings.limit, self._holdings.kept))
 
     def _stored(self, tensor: Tensor) -> Saved | int:
         """Put a tensor away that the micro-batch at hand has saved; returns the number of its copy, if it has one."""
@@ -150,15 +137,12 @@ class Offload:
         if size < _WORTH_MOVING or tensor.device != self._device or _is_weight(tensor) or not _is_dense(tensor):
             # Without its graph: an operation that held its own result would not go before its backward.
             return Saved(tensor.detach(), tensor._version)  # noqa: SLF001
-        storage = tensor.untyped_storage()
-        seen = name_of(storage), view_of(tensor)
-        reference, number = self._known.get(seen, (None, -1))
-        if reference is None or reference.expired():  # two operations may save the same tensor
-            witness = tensor.detach()
-            witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            saved = Saved(witness, tensor._version)  # noqa: SLF001
-            number = self._copied_out(tensor, self._memory.like(tensor, size), size, saved)
-            self._known[seen] = StorageWeakRef(storage), number
+        seen = name_of(tensor), view_of(tensor)
+        if seen not in self._known:  # two operations may save the same tensor
+            host = self.memory.like(tensor, size)
+            number = self._copied_out(tensor, host, size, Saved.without_memory(tensor))
+            self._known[seen] = StorageWeakRef(tensor.untyped_storage()), number  # by which no other has its name
+        number = self._known[seen][1]
         worker = scope.worker()
         if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
             self._holdings.add(worker.number, tensor, number)
@@ -183,16 +167,14 @@ class Offload:
             oldest, leaving = self._leaving.popleft()
             self._leaving_bytes -= self._outs[oldest].bytes
             here.wait_event(self._outs[oldest].copied)
-            self._empty(name_of(leaving.untyped_storage()))
+            self._empty(name_of(leaving))
         return number
 
     def _empty(self, name: int) -> None:
         """Give up a piece of memory whose holder is absent, unless it is still copied: two views of it may be saved."""
-        if name not in self._absent or any(name_of(each.untyped_storage()) == name for _, each in self._leaving):
-            return
-        number, held = self._absent[name]
-        if self._holdings.may_go(held):
-            self._coming_home.empty(number, held)
+        may_go = name in self._absent and name not in self._holdings.staying
+        if may_go and all(name_of(each) != name for _, each in self._leaving):
+            self._coming_home.empty(*self._absent[name])
 
     def _unpacked(self, packed: Saved | int) -> Tensor:
         saved = packed if isinstance(packed, Saved) else self._outs[packed].saved
@@ -213,30 +195,25 @@ class Offload:
         """
         if gradient is not None and gradient.numel() * gradient.element_size() >= _WORTH_MOVING:
             self._holdings.add(worker.number, gradient)
-        shared = [tensor for tensor, _ in worker.round.shared]
-        found = self._holdings.leaving(worker.number, worker.size, beside, shared)
-        # Whose copy is not of what it holds now stays.
-        left = [each for each in found if each.number is None or not self._is_changed(each.number)]
-        numbers: list[int] = []
+        shared = (tensor for tensor, _ in worker.round.shared)
+        left: dict[int, Held] = {}  # by the numbers of copies; where the host has no more room, those until then
         try:
-            for each in left:
-                number = self._gradient_copied_out(each) if each.number is None else each.number
-                self._absent[each.reference.cdata] = number, each
-                numbers.append(number)  # where the host has no more room, those until here come back
-                self._empty(each.reference.cdata)
+            for each in self._holdings.leaving(worker.number, worker.size, beside, shared):
+                saved = None if each.number is None else self._outs[each.number].saved
+                if saved is None or not saved.is_changed:  # else its copy is not of what it holds now
+                    number = self._gradient_copied_out(each) if each.number is None else each.number
+                    self._absent[each.reference.cdata] = number, each
+                    left[number] = each
+                    self._empty(each.reference.cdata)
             yield bool(left)
         finally:
-            for each, number in zip(left, numbers, strict=False):
+            for number, each in left.items():
                 del self._absent[each.reference.cdata]
                 read = self._coming_home.come_home(number)
                 if each.number is None and read is not None:
                     out = self._outs[number]
                     self._free.setdefault(out.bytes, []).append((out.host, read))
             self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
-
-    def _is_changed(self, number: int) -> bool:
-        saved = self._outs[number].saved
-        return saved is not None and saved.is_changed
 
     def _gradient_copied_out(self, held: Held) -> int:
         """Copy a gradient, now: the next time it may have another added to it."""
@@ -248,7 +225,7 @@ class Offload:
             host, read = self._free[size].pop()
             self._outward.wait_event(read)
         else:
-            host = self._memory.like(tensor, size)
+            host = self.memory.like(tensor, size)
         return self._copied_out(tensor, host, size)
 
 

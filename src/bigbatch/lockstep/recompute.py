@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
 from bigbatch.lockstep.model_state import CannotRecompute, ModelState
+from bigbatch.lockstep.offload_evict import Saved, name_of
 from bigbatch.lockstep.thread_state import autocasts, under
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION
@@ -43,9 +44,13 @@ class Recompute:
         """Inside, calls of models, and those of their children that are called without them, are recomputed."""
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(_replaced(model, self, is_whole=True))
-                for child in _children(model):
-                    stack.enter_context(_replaced(child, self, is_whole=False))
+                for each in (model, *_children(model)):
+                    plain = each.forward
+                    if isinstance(plain, _Forward):  # a child of two models
+                        continue
+                    undo = (delattr,) if "forward" not in vars(each) else (setattr, plain)
+                    each.forward = _Forward(each, plain, self, is_whole=each is model)
+                    stack.callback(undo[0], each, "forward", *undo[1:])
             yield
 
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Arguments) -> Any:
@@ -87,9 +92,8 @@ class Recompute:
             call.values = [value.clone() for value in values]
         made = _Again.apply(call, values, handle, *call.inputs)  # type: ignore[no-untyped-call]
         together = Counter(_memory(each) for each in (*made, *_tensors(call.arguments).values()))
-        call.aliases = [(_witness(each), each._version) for each in made if together[_memory(each)] > 1]  # noqa: SLF001
-        of = dict(zip(results, made, strict=True))
-        return mapped(result, of.get)
+        call.aliases = [Saved.without_memory(each) for each in made if together[_memory(each)] > 1]
+        return mapped(result, dict(zip(results, made, strict=True)).get)
 
 
 @dataclass
@@ -104,7 +108,7 @@ class _Call:
     arguments: Arguments  # in structures of their own: the user's may be filled anew
     wanted: Sequence[str] = ()  # where its results that have a gradient are
     values: Sequence[Tensor] = ()  # what they were, where that is to be compared
-    aliases: Sequence[tuple[Tensor, int]] = ()  # of results that share memory, and their versions
+    aliases: Sequence[Saved] = ()  # results that share memory
 
     def __post_init__(self) -> None:
         """Take note of what it begins with."""
@@ -119,7 +123,7 @@ class _Call:
 
     def again(self, given: Arguments) -> list[Tensor]:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
-        if any(witness._version != version for witness, version in self.aliases):  # noqa: SLF001
+        if any(each.is_changed for each in self.aliases):
             raise CannotRecompute("results that are views of each other, or of an input, were changed in place")
         with torch.enable_grad(), under(self.autocasts), self.state.again(self.found), self.draws.again():
             found = dict(leaves(self.run(given)))
@@ -156,37 +160,36 @@ class _Again(torch.autograd.Function):
         fresh = [tensor.detach().requires_grad_() for tensor in call.inputs]
         of = {id(tensor): new for tensor, new in zip(call.inputs, fresh, strict=True)}
         results = call.again(mapped(apart(call.arguments), lambda _, leaf: of.get(id(leaf), leaf)))
-        pairs = [
-            (result, above)
-            for result, above in zip(results, gradients, strict=True)
-            if above is not None and result.requires_grad
-        ]
+        pairs = [pair for pair in zip(results, gradients, strict=True) if pair[1] is not None and pair[0].requires_grad]
         own = call.window.own()
         if pairs:
-            below, above_them = zip(*pairs, strict=True)
-            torch.autograd.backward(below, above_them, inputs=None if own is None else (*own, *fresh))
+            below, above = zip(*pairs, strict=True)
+            torch.autograd.backward(below, above, inputs=None if own is None else (*own, *fresh))
         return None, None, None, *(each.grad for each in fresh)
 
 
+@dataclass(eq=False)
 class _Forward:
     """Stands in a model's place for its forward while a window runs."""
 
-    def __init__(self, model: nn.Module, plain: Callable[..., Any], recompute: Recompute, *, is_whole: bool) -> None:
-        self._model, self._plain, self._recompute, self._is_whole = model, plain, recompute, is_whole
+    model: nn.Module
+    plain: Callable[..., Any]
+    recompute: Recompute
+    is_whole: bool
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         worker = current()
         # In backward it is a part of a second run, perhaps of a checkpoint that is inside of the model.
         is_part = worker is not None and (worker.round.is_recomputing or worker.round.is_backward)
         if worker is None or is_part or not torch.is_grad_enabled():
-            return self._plain(*positional, **named)
-        if worker.meetings and not self._is_whole:  # a layer of the loss, whose terms are read through it
-            return self._plain(*positional, **named)
-        return self._recompute.call(self._model, self._plain, worker, (positional, named))
+            return self.plain(*positional, **named)
+        if worker.meetings and not self.is_whole:  # a layer of the loss, whose terms are read through it
+            return self.plain(*positional, **named)
+        return self.recompute.call(self.model, self.plain, worker, (positional, named))
 
     def __reduce__(self) -> Any:
         """A copy of the model, as of a teacher that loss_fn makes of it, has its own forward and knows no window."""
-        return _itself, (self._plain,)
+        return _itself, (self.plain,)
 
 
 def _itself(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,23 +206,6 @@ def _children(model: nn.Module) -> Iterator[nn.Module]:
             yield from _children(child)
         elif not isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             yield child
-
-
-@contextmanager
-def _replaced(model: nn.Module, recompute: Recompute, *, is_whole: bool) -> Iterator[None]:
-    plain: Callable[..., Any] = model.forward
-    was_set = "forward" in vars(model)
-    if isinstance(plain, _Forward):  # a child of two models
-        yield
-        return
-    model.forward = _Forward(model, plain, recompute, is_whole=is_whole)
-    try:
-        yield
-    finally:
-        if was_set:
-            model.forward = plain
-        else:
-            del model.forward
 
 
 @contextmanager
@@ -253,17 +239,8 @@ def _tensors(tree: Any) -> dict[str, Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     """Return where a tensor's memory is; others than torch's own plain ones may have none, and stand for themselves."""
-    if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided:
-        return -id(tensor)
-    found: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch.multiprocessing has it
-    return found
-
-
-def _witness(tensor: Tensor) -> Tensor:
-    """Return something that has the version of a tensor, without its memory."""
-    found = tensor.detach()
-    found.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return found
+    is_plain = type(tensor) in {Tensor, nn.Parameter} and tensor.layout == torch.strided
+    return name_of(tensor) if is_plain else -id(tensor)
 
 
 def _is_same(first: Tensor, second: object, *, low: bool) -> bool:

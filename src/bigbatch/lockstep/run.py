@@ -18,11 +18,12 @@ from bigbatch.execute.micro_step import Runner
 from bigbatch.lockstep.activations import Activations, Mode
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import are_the_same, refuse_changed, refuse_unlike
+from bigbatch.lockstep.model_state import OwnParameters
 from bigbatch.lockstep.norm_kernels import Constants
 from bigbatch.lockstep.offload_remake import activations_known
 from bigbatch.lockstep.offload_store import Offload
 from bigbatch.lockstep.recompute import Recompute
-from bigbatch.lockstep.round import OwnParameters, Round
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker
 from bigbatch.loss import refusals
@@ -76,9 +77,8 @@ class Together:
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         mode, round_, extras = self._activations(len(sizes)), self._round(sizes), [None] * len(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
-            round_.free_workspaces = workspaces_freer()
-        recompute = self._recompute(window) if mode == "recompute" else None
-        self._recomputed, is_alike = recompute is not None, False
+            round_.free_workspaces = workspaces_freer() or round_.free_workspaces
+        recompute, is_alike = None, False
 
         def forward(number: int) -> tuple[Tensor, list[Term]]:
             offload, micro_batch = round_.offload, next(micro_batches)  # one task at a time: each takes its own
@@ -96,8 +96,13 @@ class Together:
             return self._runner.weighed(window, found)
 
         with ExitStack() as around:
-            if recompute is not None:
+            if mode == "recompute":
+                # By a proxy: a window keeps the error that it failed with, that a graph, and the graph these calls.
+                wanted = partial(self._runner.wanted, weakref.proxy(window))
+                comparing = self._windows in _COMPARED and not window.recording
+                recompute = Recompute(wanted, frozenset(map(id, window.gradients.parameters)), comparing)
                 around.enter_context(recompute.of(self._models))
+            self._recomputed = recompute is not None
             if mode == "offload":
                 around.enter_context(self._offloading(round_))
             self._add_ranks(round_, window.ranks)
@@ -114,18 +119,15 @@ class Together:
         self._windows += 1
         return extras
 
-    def _recompute(self, window: Window) -> Recompute:
-        own = frozenset(map(id, window.gradients.parameters))
-        # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
-        wanted = partial(self._runner.wanted, weakref.proxy(window))
-        return Recompute(wanted, own, comparing=self._windows in _COMPARED and not window.recording)
-
     def _offloading(self, round_: Round) -> AbstractContextManager[None]:
         replayed = self._runner.whole is not None
         self._offload = round_.offload = self._offload or Offload(self._device, sparing=replayed)
         waiting, each = _WAITING_REPLAYED if replayed else _WAITING, self._where.of_a_sample
         limit = None if each is None else int(waiting * each * max(round_.sizes))
-        return self._offload.window(limit, self._own_tensors(), round_.sizes)
+        modules = (module for model in self._models for module in model.modules())  # looked up once
+        own = [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001 - quicker
+        kept = lambda: (tensor for each in own for tensor in each.values() if tensor is not None)  # noqa: E731
+        return self._offload.window(limit, kept, round_.sizes)
 
     def each(
         self,
@@ -139,16 +141,13 @@ class Together:
 
         Where it is `resting`, BatchNorm uses what it has learned, and micro-batches meet there for nothing.
         """
-        round_ = self._round(sizes)
-        round_.mode = "resting" if resting else "train"
-        return self._side_by_side(forward, weighed, round_)
+        return self._side_by_side(forward, weighed, self._round(sizes, "resting" if resting else "train"))
 
     def rehearse(self, run: Callable[[Any], Result], micro_batch: Any, size: int) -> Result:
         """Run one micro-batch alone as if others were there: BatchNorm takes a single sample."""
-        round_ = self._round([size])
-        round_.mode = "probe"
         with batch_norm_met():
-            return self._crew.run(lambda _: run(micro_batch), Carried.here(self._device), round_)[0]
+            carried, round_ = Carried.here(self._device), self._round([size], "probe")
+            return self._crew.run(lambda _: run(micro_batch), carried, round_)[0]
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
@@ -166,39 +165,27 @@ class Together:
             with untouched(self._models):
                 return self.rehearse(saved, micro_batch(), sizes[0]) / sizes[0]
 
-        pinned = self._offload.held if self._offload is not None else 0
+        pinned = self._offload.memory.held if self._offload is not None else 0
         inside = self._meets_in_model()
         self._where.make_room(measure, sum(sizes), shape, meets_inside=inside, budget=budget, pinned=pinned)
 
     def _activations(self, micro_batches: int) -> Mode:
         return self._where.mode(micro_batches, meets_inside=self._meets_in_model())
 
-    def _own_tensors(self) -> Callable[[], Iterator[Tensor]]:
-        """Return what tells the models' tensors of the moment; which modules they have is looked up once."""
-        modules = (module for model in self._models for module in model.modules())
-        own = [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001 - quicker
-        return lambda: (tensor for each in own for tensor in each.values() if tensor is not None)
-
     def _meets_in_model(self) -> bool:
         return self._norms_meet and any(is_awake(module) for _, module in batch_norms(self._models))
 
-    def _round(self, sizes: Sequence[int]) -> Round:
-        return Round(
-            tuple(sizes),
-            norms=norms_of(self._models) if self._norms_meet else None,
-            moved_statistics=self.statistics,
-            same_terms=self._same_terms,
-            constants=self._constants,
-        )
+    def _round(self, sizes: Sequence[int], mode: Any = "train") -> Round:
+        norms = norms_of(self._models) if self._norms_meet else None
+        return Round(tuple(sizes), mode, norms, self.statistics, self._same_terms, self._constants)
 
     def _add_ranks(self, round_: Round, ranks: Ranks | None) -> None:
         """Learn how many samples other ranks have, before micro-batches meet those; in norms without a word."""
-        if ranks is None:
-            return
-        with ranks.collective("the beginning of a window", self._device):  # or another is elsewhere
-            every = ranks.numbers(sum(round_.sizes), self._device)
-        ranks.elsewhere = self._meets_in_model()
-        round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
+        if ranks is not None:
+            with ranks.collective("the beginning of a window", self._device):  # or another is elsewhere
+                every = ranks.numbers(sum(round_.sizes), self._device)
+            ranks.elsewhere = self._meets_in_model()
+            round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
 
     def _side_by_side(
         self,
@@ -211,7 +198,8 @@ class Together:
         own = OwnParameters(self._models if several else ())
 
         def turn(found: list[Value]) -> dict[int, Callable[[], Result]]:
-            refuse_changed(round_.shared)
+            for each in round_.shared:
+                refuse_changed(*each)
             round_.shared.clear()
             refuse_unlike(round_)
             if others := own.restore():
@@ -233,8 +221,7 @@ class Together:
             backwards = worker.meet("the end of forward", found, turn)
             del found
             result = backwards.pop(worker.number)()
-            if round_.free_workspaces is not None:
-                round_.free_workspaces()
+            round_.free_workspaces()
             return result
 
         with ExitStack() as around:

@@ -32,11 +32,11 @@ class Abandoned(BaseException):
 class Worker:
     """One task on its way, as its own thread sees it."""
 
+    meetings = 0  # how many this task has had
+    norms = 0  # how often it has called BatchNorm
+
     def __init__(self, turns: "_Turns", number: int) -> None:
-        """Take part in turns."""
         self._turns, self.number, self.size = turns, number, len(turns.at)
-        self.meetings = 0  # how many this task has had
-        self.visits: dict[str, int] = {}  # how often it has come by a place that wants to know
 
     @property
     def round(self) -> Round:
@@ -56,15 +56,15 @@ class Worker:
         """
         self.meetings += 1
         turns, is_last = self._turns, self.number + 1 == self.size
-        if self.round.free_workspaces is not None:
-            self.round.free_workspaces()
+        self.round.free_workspaces()
         if turns.failure is not None:
             raise Abandoned
         try:
             turns.at[self.number] = name
             turns.are_alike = turns.are_alike and name == turns.at[0]
-            is_folded = fold is not None and self.number and turns.are_alike
-            turns.values.append(fold(turns.values.pop(), value) if fold is not None and is_folded else value)
+            if fold is not None and self.number and turns.are_alike:
+                value = fold(turns.values.pop(), value)
+            turns.values.append(value)
             del value  # where it is folded into others, nobody keeps it
             if is_last:
                 turns.conclude(combine)
@@ -90,7 +90,6 @@ class Crew:
     """Threads that run a task in lock-step, one for each micro-batch."""
 
     def __init__(self) -> None:
-        """Have no threads yet."""
         self._seats: list[_Seat] = []
         weakref.finalize(self, _dismiss, self._seats)
 
@@ -134,12 +133,10 @@ class _Seat(threading.Thread):
         self.is_dismissed = False
 
     def wake(self) -> None:
-        """Let the thread look whether it is its turn; once more does no harm."""
         with suppress(RuntimeError):  # it has been woken, and has not looked yet
             self.go.release()
 
     def run(self) -> None:
-        """Work until there is no more."""
         with suppress(Exception):  # it saves time, and no more: without it the thread works as well
             wait_when_woken()
         while not self.is_dismissed:
@@ -190,8 +187,8 @@ class _Turns:
                 self.failure = self.failure or interrupt
         failure, results = self.failure, self._results
         # A graph that outlives its window has a worker, and must hold nothing of the window.
-        self._task, self.values, self._results, self.combined, self.failure = _nothing, [], [], None, None
-        self.round = Round(())
+        del self._task, self._carried, self._results
+        self.values, self.combined, self.failure, self.round = [], None, None, Round(())
         if failure is not None:
             try:
                 raise failure
@@ -216,8 +213,7 @@ class _Turns:
         """All have come to where they are: make of their values what they came for."""
         if len(set(self.at)) > 1:
             raise self._paths_differ()
-        values, self.values, self.are_alike = self.values, [], True
-        self.at = [None] * len(self._seats)
+        values, self.values, self.are_alike, self.at = self.values, [], True, [None] * len(self._seats)
         self.combined = combine(values)
 
     def wait(self, number: int) -> None:
@@ -256,7 +252,3 @@ class _Turns:
             "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
             "`if` on the data or on a random number, a layer that some skip, or tensors of different shapes."
         )
-
-
-def _nothing(_: Worker) -> None:
-    """Stand for a task that is over."""
