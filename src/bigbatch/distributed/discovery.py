@@ -80,10 +80,9 @@ def data_parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 def _refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
     """Raise where a model was given without the DDP wrapper that its forward will be called through."""
-    own = {id(p) for model in models for p in model.parameters()}
     # By their types: asking some objects for their class imports or warns.
     wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    if any(id(p) in own for wrapper in wrappers for p in wrapper.parameters()):
+    if {p for model in models for p in model.parameters()} & {p for each in wrappers for p in each.parameters()}:
         raise ConfigurationError(
             "this model was given without its DistributedDataParallel, which would reduce every micro-batch.",
             fix="Accumulator(ddp_model, optimizer, ...), not ddp_model.module",
@@ -92,8 +91,7 @@ def _refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
 
 def refuse_tensor_parallelism(models: Sequence[nn.Module]) -> None:
     """Raise where parameters are in parts over ranks otherwise than by fully_shard."""
-    every = [group.mesh_info.mesh for part in sharded(models) for group in groups_of(part)]
-    by_shards = [_ranks_of(mesh) for mesh in every]
+    by_shards = [_ranks_of(group.mesh_info.mesh) for part in sharded(models) for group in groups_of(part)]
     for name, parameter in (named for model in models for named in model.named_parameters()):
         ranks = _ranks_of(parameter.device_mesh) if hasattr(parameter, "device_mesh") else set()
         # DDP(..., device_mesh=...) puts plain tensors in their place, and keeps what they were.
@@ -133,8 +131,7 @@ def _refuse_overlap(
 def _refuse_loose(models: Sequence[nn.Module]) -> None:
     """Refuse parameters that no reduction reaches."""
     every = (named for model in models for named in model.named_parameters())
-    loose = [name for name, p in every if p.requires_grad and not hasattr(p, "device_mesh")]
-    if loose:
+    if loose := [name for name, p in every if p.requires_grad and not hasattr(p, "device_mesh")]:
         problem = f"{len(loose)} parameters of this model are outside of fully_shard, which alone reduces gradients."
         raise ConfigurationError(problem, found=", ".join(loose[:3]), fix="fully_shard(model) after its parts")
 
@@ -154,9 +151,8 @@ def _one_group(found: Sequence[Any], given: dist.ProcessGroup | None) -> dist.Pr
 
 def started() -> int:
     """Return how many processes a launcher such as torchrun says that it has started."""
-    is_launched = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    said = os.environ.get("WORLD_SIZE", "")
-    return int(said) if is_launched and said.isdecimal() else 1
+    said = os.environ.get("WORLD_SIZE", "") if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() else ""
+    return int(said) if said.isdecimal() else 1
 
 
 def _warn_of_others(size: int) -> None:

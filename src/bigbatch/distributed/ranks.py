@@ -55,8 +55,8 @@ class Ranks(Team):
         self._number = _made[self.group] = _made.get(self.group, 0) + 1
 
     def open_window(self) -> None:
-        """Begin a window, of which nothing was said yet."""
-        self.spoken = self.elsewhere = False
+        """Begin a window, of which nothing was said yet, and nothing was reduced."""
+        self.spoken = self.elsewhere = self.holds_back = self.reduced = False
 
     def wire(self, device: torch.device) -> torch.device:
         """Return where to send from what is on a device: shards may wait where their group knows no way from."""

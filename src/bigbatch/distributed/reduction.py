@@ -43,18 +43,13 @@ class Replicas(Ranks):
         super().__init__(group, wrappers)
         self._models = models
         self.overlap = self.in_common = overlap
-        self._reduces = self._reduced = False  # whether DDP reduces in the next backward; whether it has in the last
+        self._reduces = False  # whether DDP reduces in the next backward
 
     def prepare(self, *, last: bool) -> None:
         """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
         self._reduces = self.overlap and last
         for wrapper in self.wrappers:
             speak(wrapper, backward=self._reduces, forward=False)
-
-    def open_window(self) -> None:
-        """Begin a window, of which nothing was said yet, and nothing was reduced."""
-        super().open_window()
-        self._reduced = False
 
     def check_last_batch(self) -> None:
         """After a loop whose last batch had no backward: raise where DDP of others may wait inside of theirs."""
@@ -80,11 +75,11 @@ class Replicas(Ranks):
         """Have DDP reduce in a window's last backward."""
         with naming_lost_ranks(), nullcontext() if adds else adding_zeros(own):
             yield
-        self._reduced = self._reduces
+        self.reduced = self._reduces
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Check what is to be added up, or what DDP has, and agree; at first compare the weights, too."""
-        if self._reduced:
+        if self.reduced:
             mine = mine._replace(reduced=bits_in_one(gradients.dense()))
         elif any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters):
             raise ConfigurationError(
@@ -101,7 +96,7 @@ class Replicas(Ranks):
 
     def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct the gradients and add them up over all ranks, unless DDP has."""
-        if self._reduced:
+        if self.reduced:
             gradients.scale(correction * self.size)  # DDP has averaged
         else:
             _add_up(self, self.group, gradients, correction, agreement)
@@ -166,11 +161,6 @@ class Shards(Ranks):
             both = zip(before, _versions(own), strict=True)
             reached = bytes(now is not was or version != then for (was, then), (now, version) in both)
             self._reached = zlib.crc32(reached, self._reached)
-
-    def open_window(self) -> None:
-        """Begin a window, of which nothing was said yet."""
-        super().open_window()
-        self.holds_back = False
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Check that backwards have reduced all, and agree; ranks of a replica have reached the same."""

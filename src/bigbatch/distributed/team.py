@@ -19,7 +19,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Team:
-    """One process; several override what they do otherwise."""
+    """One process, perhaps with wrappers that have nothing to reduce; several override what they do otherwise."""
 
     size, rank = 1, 0
     is_alone = True
@@ -28,14 +28,14 @@ class Team:
     overlap = False  # whether gradients are reduced in a window's last backward
     in_common = False  # whether a backward adds up what ranks have: then weights need one unit, and loops look ahead
     others_go_on = False  # whether they have batches for another one
-    holds_back = False  # whether gradients are kept elsewhere until the last backward of the window
+    holds_back = False  # whether the latest backward has left gradients elsewhere, until the last one of the window
+    reduced = False  # whether DDP has reduced in the latest backward
     device: torch.device | None = None  # where sharded weights compute
     unit: float | None = None  # of weights, where a gradient scaler needs one that all have agreed on
     spoken = False  # whether others have heard of how the window at hand ends
     elsewhere = False  # whether others wait for this rank inside of a model or a loss
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
-        """Train alone, though perhaps in wrappers of one process, which have nothing to reduce."""
         self.wrappers = list(wrappers)
 
     def serve(self, owner: object) -> None:
@@ -60,23 +60,20 @@ class Team:
         """Have a backward inside reduce as the window at hand wants it; one that is not to add adds zeros."""
         return _NOTHING if adds else adding_zeros(own)
 
-    def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
+    def agree(self, mine: Statement, _words: Words, _gradients: "Gradients") -> Statement:
         """Return what the windows of all come to. One process knows, and its numbers stay on the device."""
-        del words, gradients
         return mine
 
-    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
+    def reduce(self, _gradients: "Gradients", correction: Count, _agreement: Statement) -> Count:
         """Correct the gradients and add them up; returns what is still to be multiplied in."""
-        del gradients, agreement
         return correction
 
     def norm(self, gradients: "Gradients") -> Tensor:
         """Return the norm of the whole gradient."""
         return gradients.norm()
 
-    def telling_of_failure(self, device: torch.device) -> AbstractContextManager[None]:
+    def telling_of_failure(self, _device: torch.device) -> AbstractContextManager[None]:
         """Tell others, who wait for this rank's statement, of an error inside."""
-        del device
         return _NOTHING
 
 

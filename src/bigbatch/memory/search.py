@@ -85,8 +85,19 @@ def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: 
     """
     search = _Search(probe, largest, int(budget * (1 - margin)))
     if not (first := search.look(1)).fits(search.limit):
-        raise _too_big(first, search.limit, budget)
-    search.reach_the_largest_that_fits()
+        found, peak = f"ran out of memory; the budget is {human(budget)}", first.peak_bytes
+        if peak is not None:
+            found = (
+                f"needs {human(peak)}, {human(peak - search.limit)} more than the {human(search.limit)} that a budget "
+                f"of {human(budget)} leaves after its margin"
+            )
+        raise OutOfMemory(
+            f"one sample does not fit: its forward and backward, with weights, gradients and optimizer state, {found}.",
+            fix="torch.utils.checkpoint around each block, shorter sequences or smaller images, bfloat16 autocast, or "
+            "LoRA",
+        )
+    while (size := search.next_towards_the_largest()) is not None:
+        search.look(size)
     search.look_for_a_faster_one()
     return Choice(search.best().size, largest, tuple(search.seen), budget, search.limit)
 
@@ -103,12 +114,8 @@ class _Search:
     def seen(self) -> list[Probe]:
         return [self._seen[size] for size in sorted(self._seen)]
 
-    def reach_the_largest_that_fits(self) -> None:
+    def next_towards_the_largest(self) -> int | None:
         """Close in on the boundary from both sides, until the sizes between make no difference."""
-        while (size := self._next_towards_the_largest()) is not None:
-            self.look(size)
-
-    def _next_towards_the_largest(self) -> int | None:
         low, high = self._fitting[-1], next((p for p in self.seen if not p.fits(self.limit)), None)
         between = even_sizes(self._largest, low.size, self._largest + 1 if high is None else high.size)
         # A line through two peaks, drawn further, is never above the peak: where it is over the limit, nothing fits.
@@ -165,8 +172,7 @@ class _Search:
 
     def look(self, size: int) -> Probe:
         self._left, self._more = (self._left - 1, self._more) if self._left else (0, self._more - 1)
-        self._seen[size] = self._probe(size)
-        return self._seen[size]
+        return self._seen.setdefault(size, self._probe(size))
 
     def _parts(self, size: int) -> int:
         return -(-self._largest // size)
@@ -203,16 +209,3 @@ def _crossing(probes: Sequence[Probe], limit: int) -> float:
         return math.inf
     (x, y), (u, v) = ((p.size, p.peak_bytes or 0) for p in probes)
     return math.inf if v <= y else x + (limit - y) * (u - x) / (v - y)
-
-
-def _too_big(probe: Probe, limit: int, budget: int) -> OutOfMemory:
-    found = f"ran out of memory; the budget is {human(budget)}"
-    if probe.peak_bytes is not None:
-        found = (
-            f"needs {human(probe.peak_bytes)}, {human(probe.peak_bytes - limit)} more than the {human(limit)} that a "
-            f"budget of {human(budget)} leaves after its margin"
-        )
-    return OutOfMemory(
-        f"one sample does not fit: its forward and backward, with weights, gradients and optimizer state, {found}.",
-        fix="torch.utils.checkpoint around each block, shorter sequences or smaller images, bfloat16 autocast, or LoRA",
-    )
