@@ -16,31 +16,20 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import BigStep, Options, counted, errors, verify
 from bigbatch.window.tally import Ledger
+from tests.support import rank_loops as loops
 from tests.support.messages import approve
-from tests.support.rank_loops import (
-    SIZES,
-    Batch,
-    batches_of,
-    counts,
-    heard,
-    made,
-    mean,
-    micro_batch,
-    model,
-    parts_of,
-    sgd,
-    shards,
-    summed,
-    train,
-    two_counts,
-    two_heads,
-)
+from tests.support.rank_loops import heard, made, mean, micro_batch, model, sgd, shards, train, two_counts, two_heads
 from tests.support.ranks import exactly
 
 pytestmark = pytest.mark.ranks
 
-Program = Callable[[int], Any]
-ZERO = torch.zeros((), dtype=torch.float64)
+CASES: dict[str, Callable[[int], Any]] = {}
+WORLD: Any = lambda: {"group": dist.group.WORLD}  # noqa: E731
+
+
+def refused(name: str) -> Callable[[Callable[[int], Any]], None]:
+    """Put a program of one rank into the table."""
+    return partial(CASES.__setitem__, name)
 
 
 def step(rank: int, network: nn.Module, size: Any = 2, **options: Any) -> Any:
@@ -51,38 +40,33 @@ def step(rank: int, network: nn.Module, size: Any = 2, **options: Any) -> Any:
 # What ranks must have in common.
 
 
-def freezing(rank: int) -> None:
-    """Freeze a layer in the third window, each rank its own."""
+@refused("freezing others later")
+def _(rank: int) -> None:
     network = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
-    accumulator = made(network, steps=1, group=dist.group.WORLD)
+    accumulator = made(network, steps=1, **WORLD())
     for number in range(3):
         network[2 * rank].requires_grad_(number < 2)
         accumulator.backward(mean(network, micro_batch(4, number)))
 
 
-def reordered(rank: int) -> None:
-    """Give the optimizer the same parameters, on every rank in another order."""
+@refused("another order")
+def _(rank: int) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
     found = list(network.parameters())
-    train(
-        rank,
-        network,
-        optimizer=torch.optim.SGD(found[2:] + found[:2] if rank else found, lr=0.1),
-        group=dist.group.WORLD,
-    )
+    train(rank, network, optimizer=torch.optim.SGD(found[2:] + found[:2] if rank else found, lr=0.1), **WORLD())
 
 
-def of_other_seeds(rank: int, frozen: bool) -> None:
+def of_other_seeds(rank: int, *, frozen: bool) -> None:
     """Begin with other weights, without a wrapper that would send them; perhaps of a frozen layer alone."""
     network = model()
     torch.manual_seed(rank)
     network[0] = nn.Linear(5, 8).double().requires_grad_(not frozen)
-    train(rank, network, optimizer=sgd(network[2] if frozen else network), group=dist.group.WORLD)
+    train(rank, network, optimizer=sgd(network[2] if frozen else network), **WORLD())
 
 
-def other_rates(rank: int) -> None:
-    """Set another learning rate on one rank after the first window."""
+@refused("other rates later")
+def _(rank: int) -> None:
     network = Ddp(model())
     optimizer = torch.optim.AdamW(network.parameters(), lr=torch.tensor(0.1))
     accumulator = made(network, optimizer, steps=1)
@@ -91,10 +75,10 @@ def other_rates(rank: int) -> None:
         optimizer.param_groups[0]["lr"] *= 1 + rank
 
 
-def left_by_break(rank: int) -> None:
-    """Have one rank leave its first epoch between two windows, and begin the second."""
+@refused("break")
+def _(rank: int) -> None:
     network = model()
-    accumulator = made(network, steps=1, group=dist.group.WORLD)
+    accumulator = made(network, steps=1, **WORLD())
     for epoch in range(2):
         for number in accumulator.over(range(3)):
             accumulator.backward(mean(network, micro_batch(3, number)))
@@ -102,10 +86,10 @@ def left_by_break(rank: int) -> None:
                 break
 
 
-def made_on_one(rank: int) -> None:
-    """Have objects refused on one rank alone, which does not count, and then one made there, which does."""
+@refused("an accumulator that others have not")
+def _(rank: int) -> None:
     network = Ddp(model())
-    if rank == 0:
+    if rank == 0:  # refused on one rank alone, which does not count; what is made there does
         assert "must be" in heard(lambda: step(rank, network, 0))
         assert "must be" in heard(lambda: made(network, batch_norm="other"))
     step(rank, network)
@@ -114,13 +98,13 @@ def made_on_one(rank: int) -> None:
     assert more
 
 
-def nearly_in_ratio(net: Any, batch: Batch, rank: int) -> Tensor:
+def nearly_in_ratio(net: Any, batch: loops.Batch, rank: int) -> Tensor:
     """Have two counts in nearly the same ratio on both ranks."""
     out = net(batch[0])
     return counted(out.pow(2).mean(), 50_000 - rank) + counted(out.abs().mean(), 100_000 - rank)
 
 
-def with_once(loss: Any, network: nn.Module, batch: Batch) -> Tensor:
+def with_once(loss: Any, network: nn.Module, batch: loops.Batch) -> Tensor:
     """Add a term of parameters alone."""
     penalty = torch.stack([p.pow(2).sum() for p in network.parameters()]).sum()
     found: Tensor = loss(network, batch) + 0.01 * counted(penalty, "once")
@@ -154,29 +138,27 @@ def unlike(rank: int, name: str) -> None:
     train(rank, network, **(UNLIKE[name](network) if rank else {}))
 
 
-COMMON: dict[str, Program] = {
-    "freezing others later": freezing,
-    "another order": reordered,
-    "other seeds": lambda rank: of_other_seeds(rank, frozen=False),
-    "other frozen weights": lambda rank: of_other_seeds(rank, frozen=True),
-    "other rates later": other_rates,
-    "break": left_by_break,
-    "an accumulator that others have not": made_on_one,
-    "mean or sum": lambda rank: train(rank, Ddp(model()), mean if rank else summed),
-    "zero on one rank": lambda rank: train(rank, Ddp(model()), lambda *each: mean(*each) * (1 - rank)),
-    "other factors": lambda rank: train(rank, Ddp(model()), lambda *each: mean(*each) * (2 + rank)),
-    "other terms": lambda rank: train(
-        rank, Ddp(model()), lambda net, b: (F.l1_loss if rank else F.mse_loss)(net(b[0]), b[0][:, :4])
-    ),
-    "other ratios": lambda rank: train(rank, Ddp(model()), partial(nearly_in_ratio, rank=rank), steps=1),
+def ddp(loss: Callable[[int], Any], *given: Any, **named: Any) -> Callable[[int], None]:
+    """Return a program that trains in DDP, with a loss that depends on the rank."""
+    return lambda rank: train(rank, Ddp(model()), loss(rank), *given, **named)
+
+
+CASES |= {
+    "other seeds": partial(of_other_seeds, frozen=False),
+    "other frozen weights": partial(of_other_seeds, frozen=True),
+    "mean or sum": ddp(lambda rank: mean if rank else loops.summed),
+    "zero on one rank": ddp(lambda rank: lambda *each: mean(*each) * (1 - rank)),
+    "other factors": ddp(lambda rank: lambda *each: mean(*each) * (2 + rank)),
+    "other terms": ddp(lambda rank: lambda net, b: (F.l1_loss if rank else F.mse_loss)(net(b[0]), b[0][:, :4])),
+    "other ratios": ddp(lambda rank: partial(nearly_in_ratio, rank=rank), steps=1),
     "other numbers of counts": lambda rank: train(
-        rank, Ddp(model()), two_counts, counts=lambda batch: counts(batch)[: 2 - rank]
+        rank, Ddp(model()), two_counts, counts=lambda batch: loops.counts(batch)[: 2 - rank]
     ),
-    "a share of two counts is missing": lambda rank: train(
-        rank, Ddp(model()), partial(with_once, two_counts), [[3, 5], []], counts=counts
+    "a share of two counts is missing": ddp(
+        lambda _: partial(with_once, two_counts), [[3, 5], []], counts=loops.counts
     ),
-    "a share of a sum is missing": lambda rank: train(
-        rank, Ddp(model()), partial(with_once, lambda *each: counted(summed(*each), "sum")), [[3, 5], []]
+    "a share of a sum is missing": ddp(
+        lambda _: partial(with_once, lambda *each: counted(loops.summed(*each), "sum")), [[3, 5], []]
     ),
     **{f"unlike {name}": partial(unlike, name=name) for name in UNLIKE},
     "unlike settings of a big step": lambda rank: step(rank, Ddp(model()), skip_nonfinite=bool(rank)),
@@ -186,22 +168,22 @@ COMMON: dict[str, Program] = {
 
 
 def reducing(
-    rank: int, network: Any, loss: Any = mean, sizes: Any = SIZES, parameters: Any = None, **given: Any
+    rank: int, network: Any, loss: Any = mean, sizes: Any = loops.SIZES, parameters: Any = None, **given: Any
 ) -> None:
     """Train with overlap=True."""
     optimizer = torch.optim.SGD(parameters or [*network.parameters()], lr=0.1)
     train(rank, network, loss, sizes, optimizer=optimizer, overlap=True, **given)
 
 
-def first_alone(rank: int) -> None:
-    """Use a head in the first micro-batch of a window only."""
+@refused("used first alone")
+def _(rank: int) -> None:
     plain, turns = two_heads(), iter((0, 1))
     plain.unused.requires_grad_(False)
     reducing(rank, Ddp(plain), lambda net, b: F.cross_entropy(net(b[0], next(turns)), b[1]), [[3, 5], [6, 1]])
 
 
-def unfrozen(rank: int) -> None:
-    """Train a layer that was frozen when DDP was made."""
+@refused("unfrozen since")
+def _(rank: int) -> None:
     plain = model()
     plain[0].requires_grad_(False)
     network = Ddp(plain)
@@ -209,28 +191,22 @@ def unfrozen(rank: int) -> None:
     reducing(rank, network)
 
 
-def beside(rank: int) -> None:
-    """Train what DDP does not reduce."""
-    network, scale = Ddp(model()), nn.Parameter(ZERO + 1)
+@refused("a parameter beside")
+def _(rank: int) -> None:
+    network, scale = Ddp(model()), nn.Parameter(torch.ones((), dtype=torch.float64))
     reducing(rank, network, lambda net, batch: mean(net, batch) * scale, parameters=[*network.parameters(), scale])
 
 
-def low(net: nn.Module, batch: Batch) -> Tensor:
-    """Compute a loss of bf16."""
-    return mean(net, (batch[0].float(), batch[1])).bfloat16()
-
-
-OVERLAP: dict[str, Program] = {
-    "used first alone": first_alone,
+CASES |= {
     "past the wrapper": lambda rank: reducing(rank, Ddp(model()), lambda net, batch: mean(net.module, batch)),
-    "unfrozen since": unfrozen,
-    "a parameter beside": beside,
     "find_unused_parameters": lambda rank: reducing(rank, Ddp(model(), find_unused_parameters=True)),
-    "no wrapper": lambda rank: reducing(rank, model(), group=dist.group.WORLD),
+    "no wrapper": lambda rank: reducing(rank, model(), **WORLD()),
     "some parameters": lambda rank: reducing(rank, n := Ddp(model()), parameters=[next(n.parameters())]),
     "some shards": lambda rank: reducing(rank, n := shards(model()), parameters=[next(n.parameters())]),
     "bf16 parameters": lambda rank: reducing(rank, Ddp(model().bfloat16())),
-    "a low loss": lambda rank: reducing(rank, Ddp(model().float()), low),
+    "a low loss": lambda rank: reducing(
+        rank, Ddp(model().float()), lambda net, b: mean(net, (b[0].float(), b[1])).bfloat16()
+    ),
     "another number of windows": lambda rank: reducing(rank, Ddp(model()), sizes=[[3, 5, 2], [6, 1]]),
     "no batch": lambda rank: reducing(rank, Ddp(model()), sizes=[[3, 5, 2], []]),
 }
@@ -242,32 +218,32 @@ def through_heads(rank: int, path: Any, shape: Any = None, **named: Any) -> None
     """Make an update of two micro-batches, each through one head."""
     network = shards(two_heads(), (), shape)
     accumulator = made(network, **named)
-    for head, (x, y) in zip(path[rank], batches_of(rank, SIZES * 2), strict=False):
+    for head, (x, y) in zip(path[rank], loops.batches_of(rank, loops.SIZES * 2), strict=False):
         accumulator.backward(F.cross_entropy(network(x, head), y))
 
 
-def dropping(rank: int) -> None:
-    """Drop the first micro-batch on one rank alone."""
+@refused("dropped on one")
+def _(rank: int) -> None:
     network = shards(model())
     accumulator = made(network, steps=4)
-    for number, batch in enumerate(batches_of(rank, SIZES)):
+    for number, batch in enumerate(loops.batches_of(rank, loops.SIZES)):
         accumulator.backward(mean(network, batch))
         if number == 0 and rank:
             accumulator.discard()
     accumulator.flush()
 
 
-def early(rank: int) -> None:
-    """End a window before its last backward, which alone would have reduced."""
-    network = parts_of(model())
+@refused("flush before the last backward")
+def _(rank: int) -> None:
+    network = loops.parts_of(model())
     accumulator = made(network, overlap=True)
     accumulator.backward(mean(network, micro_batch(3, rank)))
     assert all(p.grad is None for p in network.parameters())
     accumulator.flush()
 
 
-def hooked(rank: int) -> None:
-    """Have FSDP call a function of one's own for what it has reduced."""
+@refused("all-reduce hook")
+def _(rank: int) -> None:
     network: Any = shards(model())
     network.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
     train(rank, network)
@@ -284,45 +260,30 @@ def sharded_later(rank: int, *, big: bool) -> None:
 def beside_shards(rank: int, *, bare: bool) -> None:
     """Use a parameter that is not sharded, or one that is, outside of the model's forward."""
     network: Any = shards(model())
-    scale = nn.Parameter(ZERO + 1)
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
     accumulator = made(network, torch.optim.SGD([*network.parameters(), *[scale] * bare], lr=0.1, foreach=False))
     penalty = torch.stack([p.full_tensor().pow(2).sum() for p in network.parameters()]).sum()
     loss = mean(network, micro_batch(3, rank))
     accumulator.backward(loss * scale if bare else loss + 0.1 * counted(penalty, "once"))
 
 
-def found_late(rank: int) -> None:
-    """Have a count that only a device knows, which is 0 on one rank, and a gradient of 0 / 0."""
+@refused("0 / 0")
+def _(rank: int) -> None:
     network = shards(model())
     accumulator = made(network)
     x, _ = micro_batch(3, rank)
     accumulator.backward(network(x).pow(2).mean() * (float("nan") if rank else 1.0), count=torch.tensor(3.0))
     window: Any = accumulator._window
-    window.ledger.nothings = torch.tensor(float(rank))  # as it would be there
+    window.ledger.nothings = torch.tensor(float(rank))  # as a device would find it
     accumulator.backward(network(x).pow(2).mean(), count=torch.tensor(3.0))
 
 
-SHARDS: dict[str, Program] = {
+CASES |= {
     "each rank its own head": lambda rank: through_heads(rank, [[0, 0], [1, 1]]),
     "each rank its own head, overlap": lambda rank: through_heads(rank, [[0, 0], [1, 1]], overlap=True),
     "heads in turn": lambda rank: through_heads(rank, [[0, 1], [1, 0]]),
-    "dropped on one": dropping,
-    "flush before the last backward": early,
-    "all-reduce hook": hooked,
-    "sharded later": lambda rank: sharded_later(rank, big=False),
-    "sharded later, big step": lambda rank: sharded_later(rank, big=True),
     "partly sharded": lambda _: made(nn.Sequential(shards(nn.Linear(5, 4)), nn.Linear(4, 4))),
-    "loops inside out": lambda _: made(shards(model())).over(made(Ddp(model())).over([])),
-    "a bare parameter": lambda rank: beside_shards(rank, bare=True),
-    "a penalty of shards": lambda rank: beside_shards(rank, bare=False),
     "other steps": lambda rank: train(rank, shards(model()), steps=2 + rank),
-    "no batch for shards": lambda rank: train(rank, shards(model()), sizes=[[3, 5], []]),
-    "uneven counts in advance": lambda rank: train(rank, shards(model()), two_counts, [[3, 5, 2], [6]], counts=counts),
-    "0 / 0": found_late,
-    "sizes for shards": lambda rank: step(rank, shards(model()), "auto"),
-    "packing for shards": lambda rank: step(rank, shards(model()), lengths=len),
-    "graphs for shards": lambda rank: step(rank, shards(model()), cuda_graph=True),
-    "verify shards": lambda rank: verify(shards(model()), mean, micro_batch(4, rank), 2),
 }
 
 # DDP, hooks and other wrappers.
@@ -332,35 +293,41 @@ class DeepSpeedEngine(nn.Sequential):
     """What a model is in after deepspeed.initialize(), by its name."""
 
 
-def with_a_hook(rank: int) -> None:
-    """Give DDP a communication hook."""
+@refused("hook")
+def _(rank: int) -> None:
     network = Ddp(model())
     network.register_comm_hook(None, allreduce_hook)
     train(rank, network)
 
 
-def sparse(_: int) -> None:
-    """Train an embedding with sparse gradients."""
+@refused("sparse gradients")
+def _(_: int) -> None:
     torch.manual_seed(0)
     network = Ddp(nn.EmbeddingBag(5, 4, sparse=True))
     made(network, steps=1).backward(mean(network, (torch.randint(5, (4, 2)), torch.randint(4, (4,)))))
 
 
-def hidden(_: int) -> Any:
-    """Give the model without DDP, which is still there."""
+@refused("hidden DDP")
+def _(_: int) -> Any:
     network = Ddp(model())
     return made(network.module), network
 
 
-def reducing_again(rank: int) -> None:
-    """Have something set DDP's flag, as the end of a no_sync() does that began before the accumulator was made."""
+@refused("reducing again")
+def _(rank: int) -> None:
     network = Ddp(model())
-    with network.no_sync():
+    with network.no_sync():  # which sets DDP's flag when it ends
         accumulator = made(network)
     accumulator.backward(mean(network, micro_batch(4, rank)))
 
 
-def in_mid_window(rank: int, saves: bool) -> None:
+@refused("two groups")
+def _(_: int) -> None:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    made(nn.ModuleList([Ddp(model()), Ddp(model(), process_group=alone)]))
+
+
+def in_mid_window(rank: int, *, saves: bool) -> None:
     """Save where a window is open, or load one that a process alone has left open."""
     group = dist.new_group([rank], use_local_synchronization=True)
     network = Ddp(model()) if saves else model()
@@ -371,57 +338,57 @@ def in_mid_window(rank: int, saves: bool) -> None:
     made(shards(model())).load_state_dict(state)
 
 
-def of_two_groups(_: int) -> None:
-    """Train models together that are wrapped for different processes."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    made(nn.ModuleList([Ddp(model()), Ddp(model(), process_group=alone)]))
-
-
-WRAPPERS: dict[str, Program] = {
+CASES |= {
     "FSDP1": lambda _: made(nn.Sequential(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))),
     "DeepSpeed": lambda _: made(DeepSpeedEngine(model())),
     "DataParallel": lambda rank: step(rank, nn.DataParallel(model())),
-    "hidden DDP": hidden,
-    "hook": with_a_hook,
     "mixed precision": lambda _: made(Ddp(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))),
-    "reducing again": reducing_again,
-    "sparse gradients": sparse,
-    "saved in mid-window": lambda rank: in_mid_window(rank, saves=True),
-    "an open window of one process": lambda rank: in_mid_window(rank, saves=False),
-    "two groups": of_two_groups,
     "no group": lambda _: made(Ddp(model()), group=[0, 1]),
+}
+OTHERS: dict[str, Callable[[int], Any]] = {  # whose texts belong to other parts of the library
+    "loops inside out": lambda _: made(shards(model())).over(made(Ddp(model())).over([])),
+    "sharded later": partial(sharded_later, big=False),
+    "sharded later, big step": partial(sharded_later, big=True),
+    "a bare parameter": partial(beside_shards, bare=True),
+    "a penalty of shards": partial(beside_shards, bare=False),
+    "no batch for shards": lambda rank: train(rank, shards(model()), sizes=[[3, 5], []]),
+    "uneven counts in advance": lambda rank: train(
+        rank, shards(model()), two_counts, [[3, 5, 2], [6]], counts=loops.counts
+    ),
+    "sizes for shards": lambda rank: step(rank, shards(model()), "auto"),
+    "packing for shards": lambda rank: step(rank, shards(model()), lengths=len),
+    "graphs for shards": lambda rank: step(rank, shards(model()), cuda_graph=True),
+    "verify shards": lambda rank: verify(shards(model()), mean, micro_batch(4, rank), 2),
+    "saved in mid-window": partial(in_mid_window, saves=True),
+    "an open window of one process": partial(in_mid_window, saves=False),
     "verify DDP": lambda rank: verify(Ddp(model()), mean, micro_batch(4, rank), 2),
 }
 OWN_WORDS = {"no batch for shards", "uneven counts in advance", "two groups"}  # which say what is so on the rank itself
-# Whose texts belong to other parts of the library.
-OF_OTHERS = {
-    *("sizes for shards", "packing for shards", "graphs for shards", "verify shards", "verify DDP", "loops inside out"),
-    *("saved in mid-window", "an open window of one process", "no batch for shards", "uneven counts in advance"),
-    *("sharded later", "sharded later, big step", "a bare parameter", "a penalty of shards"),
-}
-CASES = {**COMMON, **OVERLAP, **SHARDS, **WRAPPERS}
 
 
-def refused(rank: int, names: list[str]) -> list[str]:
+def told(rank: int, names: list[str]) -> list[str]:
     """Return what each raises; a step that was made all the same is none."""
-    return [heard(CASES[name], rank) for name in names]
+    return [heard({**CASES, **OTHERS}[name], rank) for name in names]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_OTHERS])
+def refused_alike(names: list[str]) -> list[str]:
+    """Return what all ranks say, each the same."""
+    one, other = exactly(2, told, names)
+    for name, mine, theirs in zip(names, one, other, strict=True):
+        assert mine == theirs or (mine and name in OWN_WORDS), name
+        assert mine.partition(": ")[0] in vars(errors), name
+    return list(one)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_all_ranks_refuse(name: str) -> None:
     """With the same error."""
-    (one,), (other,) = exactly(2, refused, [name])
-    assert one == other or (one and name in OWN_WORDS)
-    assert one.partition(": ")[0] in vars(errors)
-    approve("distributed", name, one)
+    approve("distributed", name, *refused_alike([name]))
 
 
 def test_all_ranks_refuse_what_other_parts_do() -> None:
     """One after the other."""
-    names = sorted(OF_OTHERS)
-    for name, one, other in zip(names, *exactly(2, refused, names), strict=True):
-        assert one == other or (one and name in OWN_WORDS), name
-        assert one.partition(": ")[0] in vars(errors), name
+    refused_alike(list(OTHERS))
 
 
 def apart(rank: int, heads: list[int]) -> str:

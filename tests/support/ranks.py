@@ -4,7 +4,9 @@ A process that fails while others still work is ended, as a user's would be: its
 when a process died or hangs, the next function gets new processes.
 """
 
+import functools
 import gc
+import inspect
 import os
 import tempfile
 import traceback
@@ -64,6 +66,25 @@ def exactly(number: int, work: Callable[..., Any], *arguments: Any, **named: Any
     for error in sorted(errors, key=lambda each: "peer" in str(each) or "another rank" in str(each)):
         raise error
     return found
+
+
+def on_ranks(number: int, **named: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test run on each of so many ranks, which is its first argument."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(*arguments: Any, **given: Any) -> None:
+            exactly(number, _inside, run, arguments, given, **named)
+
+        whole = inspect.signature(test)
+        vars(run)["__signature__"] = whole.replace(parameters=list(whole.parameters.values())[1:])
+        return run
+
+    return decorated
+
+
+def _inside(rank: int, run: Any, arguments: Sequence[Any], given: dict[str, Any]) -> None:
+    run.__wrapped__(rank, *arguments, **given)  # by the name of what wraps it, which can be sent
 
 
 class _Pool:
