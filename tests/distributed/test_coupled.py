@@ -43,18 +43,6 @@ LOSSES: dict[str, tuple[type[Normalised], Any]] = {
 SIZES = [[[3, 5, 4], [7, 4, 2]], [[2, 5], [6, 2], [4, 4]]]
 
 
-def train(rank: int, sizes: Sizes, name: str, activations: Any) -> Any:
-    """Make each batch of this rank a part of a big one."""
-    kind, loss = LOSSES[name]
-    network = DistributedDataParallel(made(kind), find_unused_parameters=True)
-    optimizer, options = OPTIMIZERS["sgd"](network.parameters()), Options(activations=activations)
-    step = BigStep(network, optimizer, loss, micro_batch_size=2, clip_norm=1.0, options=options)
-    updates = [step(micro_batch(size, 100 * rank + n)) for n, size in enumerate(sizes[rank])]
-    losses = [float(each.loss) for each in updates if each.loss_is_exact]
-    state = network.module.state_dict()
-    return weights(network), losses, [state[each].double() for each in STATISTICS]
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "activations"),
     [
@@ -67,18 +55,26 @@ def train(rank: int, sizes: Sizes, name: str, activations: Any) -> Any:
 )
 def test_micro_batches_of_all_ranks_meet(name: str, sizes: Sizes, activations: str) -> None:
     """Weights, losses and running statistics are those of one process; some ranks have one micro-batch alone."""
+    exactly(len(sizes), compare, sizes, name, activations)
+
+
+def compare(rank: int, sizes: Sizes, name: str, activations: Any) -> None:
+    """Make each batch of this rank a part of a big one."""
     kind, loss = LOSSES[name]
-    network = made(kind)
-    optimizer, losses = OPTIMIZERS["sgd"](network.parameters()), []
+    network, twin = DistributedDataParallel(made(kind), find_unused_parameters=True), made(kind)
+    optimizer, plain = (OPTIMIZERS["sgd"](each.parameters()) for each in (network, twin))
+    named: Any = {"micro_batch_size": 2, "clip_norm": 1.0, "options": Options(activations=activations)}
+    step = BigStep(network, optimizer, loss, **named)
     for number in range(len(sizes[0])):
-        optimizer.zero_grad()
-        value = loss(network, joined([micro_batch(own[number], 100 * rank + number) for rank, own in enumerate(sizes)]))
-        value.backward()
-        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(value.detach()))
-    state = network.state_dict()
-    for found, said, statistics in exactly(len(sizes), train, sizes, name, activations):
-        assert distance(found, weights(network)) <= 1e-12
-        assert said == pytest.approx([] if name == "two counts" else losses, rel=1e-12)
-        assert distance(statistics, [state[name].double() for name in STATISTICS]) <= 1e-12
+        every = [micro_batch(own[number], 100 * each + number) for each, own in enumerate(sizes)]
+        plain.zero_grad()
+        true = loss(twin, joined(every))
+        true.backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        plain.step()
+        update = step(every[rank])
+        assert update.loss_is_exact == (name != "two counts")
+        assert name == "two counts" or float(update.loss) == pytest.approx(float(true.detach()), rel=1e-12)
+    assert distance(weights(network), weights(twin)) <= 1e-12
+    found, expected = ([each.state_dict()[key].double() for key in STATISTICS] for each in (network.module, twin))
+    assert distance(found, expected) <= 1e-12

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from bigbatch import Accumulator, BigStep, Options, Setup, plan, verify
 from bigbatch.errors import ConfigurationError
 from tests.support.rank_loops import heard, made, mean, micro_batch, model, sgd, two_heads
-from tests.support.ranks import exactly
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -42,17 +42,12 @@ def half(mesh: DeviceMesh) -> nn.Module:
     return network
 
 
-def shard(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return a model after it was sharded."""
+def shard(network: nn.Module, mesh: DeviceMesh, first: DeviceMesh | None = None) -> nn.Module:
+    """Return a model after it was sharded, perhaps a layer of it over other ranks than the rest."""
+    if first is not None:
+        fully_shard(network.get_submodule("0"), mesh=first)
     fully_shard(network, mesh=mesh)
     return network
-
-
-def sharded_twice(mesh: DeviceMesh) -> nn.Module:
-    """Shard a layer over other ranks than the rest."""
-    network = model()
-    shard(network[0], mesh["tp"])
-    return shard(network, mesh["dp"])
 
 
 def in_pairs(_: DeviceMesh) -> Any:
@@ -70,7 +65,7 @@ PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     "in DDP": (lambda mesh: made(Ddp(spread(mesh), device_mesh=mesh["dp"])), IN_PARTS),
     "setup": (lambda mesh: Setup(model=(n := spread(mesh)), optimizer=sgd(n), data=[0], batch_size=1), IN_PARTS),
     "plan": (lambda mesh: plan(spread(mesh), lambda m, b: m(b).sum(), torch.zeros(4, 5)), IN_PARTS),
-    "shards of two meshes": (lambda mesh: made(sharded_twice(mesh)), "a model is sharded over one mesh"),
+    "shards of two meshes": (lambda mesh: made(shard(model(), mesh["dp"], mesh["tp"])), "sharded over one mesh"),
     "shards and another group": (lambda mesh: made(shard(model(), mesh["dp"]), group=mesh["tp"].get_group()), GROUPS),
     "over one rank": (lambda mesh: made(parallelize_module(model(), mesh["one"], {"0": ColwiseParallel()})), ""),
     "shards and their group": (lambda mesh: made(shard(model(), mesh["dp"]), group=mesh["dp"].get_group()), ""),
@@ -79,18 +74,14 @@ PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
 }
 
 
-def in_parts(_: int) -> dict[str, str]:
-    """Try all of them, one after the other."""
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("one", "dp", "tp"))
-    return {name: heard(make, mesh) for name, (make, _) in PARTS.items()}
-
-
-def test_parts_and_groups_of_other_kinds_are_refused() -> None:
+@on_ranks(4)
+def test_parts_and_groups_of_other_kinds_are_refused(rank: int) -> None:
     """When it is made; a mesh with a dimension of one rank is none of them."""
-    for found in exactly(4, in_parts):
-        for name, (_, words) in PARTS.items():
-            assert found[name].partition(": ")[0] == ("ConfigurationError" if words else ""), (name, found[name])
-            assert words in found[name], (name, found[name])
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("one", "dp", "tp"))
+    for name, (make, words) in PARTS.items():
+        found = heard(make, mesh)
+        assert found.partition(": ")[0] == ("ConfigurationError" if words else ""), (rank, name, found)
+        assert words in found, (name, found)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +97,17 @@ def test_what_names_no_ranks_is_refused(make: Callable[..., Any], named: dict[st
 # Groups.
 
 
-def of_some(rank: int) -> Any:
-    """Have two of three ranks train one model, and all of them another."""
+@on_ranks(3)
+def test_a_group_is_for_its_members(rank: int) -> None:
+    """Two of three ranks train one model, which the third is told, and all another; what closes is told by group."""
     pair = dist.new_group([0, 2])
     mine, ours = (nn.Linear(2, 1) for _ in range(2))
     for p in (*mine.parameters(), *ours.parameters()):
         nn.init.ones_(p)
     said = heard(lambda: made(mine, steps=1, group=pair).backward(mine(torch.ones(rank + 1, 2)).mean()))
+    assert said.partition(".")[0] == ("ConfigurationError: group must be a torch" if rank == 1 else "")
     update: Any = made(ours, steps=1, group=dist.group.WORLD).backward(ours(torch.ones(rank + 1, 2)).mean())
-    return said.partition(".")[0], float(update.count)
-
-
-def test_a_group_is_for_its_members() -> None:
-    """Others are told that they are none; and what closes is told apart by group."""
-    assert exactly(3, of_some) == [("", 6.0), ("ConfigurationError: group must be a torch", 6.0), ("", 6.0)]
+    assert float(update.count) == 6.0
 
 
 # Who trains alone among others.
@@ -133,33 +121,22 @@ def said(work: Callable[[], object]) -> list[str]:
     return [f"{Path(each.filename).name}: {each.message}" for each in found if each.category is UserWarning]
 
 
-def without_a_wrapper(rank: int) -> list[list[str]]:
-    """Train a plain model, one of a group, one of this process's own, and one in DDP; and look at one alone."""
+@on_ranks(2)
+def test_a_process_among_others_that_would_train_alone_is_told(rank: int) -> None:
+    """It says what to type, and nothing where somebody has said who trains together, or one is only looked at."""
     alone: Any = dist.new_group([rank], use_local_synchronization=True)
+    for way in (lambda: Accumulator(network := model(), sgd(network), steps=1), lambda: step(model())):
+        (told,) = said(way)
+        assert told.startswith("test_discovery.py: this process is one of 2, and nothing says")
+        assert "group=torch.distributed.group.WORLD" in told
     ways: list[Callable[[], Any]] = [
-        lambda: Accumulator(network := model(), sgd(network), steps=1),
-        lambda: step(model()),
         lambda: made(model(), group=dist.group.WORLD),
         lambda: made(model(), group=alone),
         lambda: made(Ddp(model())),
         lambda: made(Ddp(model(), process_group=alone)),
         lambda: verify(model(), mean, micro_batch(8, 1), micro_batch_size=4),
     ]
-    return [said(way) for way in ways]
-
-
-def test_a_process_among_others_that_would_train_alone_is_told() -> None:
-    """It says what to type, and nothing where somebody has said who trains together."""
-    for found in exactly(2, without_a_wrapper):
-        for (told,) in found[:2]:
-            assert told.startswith(
-                (
-                    "rank_loops.py: this process is one of 2, and nothing says",
-                    "test_discovery.py: this process is one of 2",
-                )
-            )
-            assert "group=torch.distributed.group.WORLD" in told
-        assert found[2:] == [[]] * 5
+    assert [said(way) for way in ways] == [[]] * 5
 
 
 def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,27 +154,21 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
 DIVISORS = {(3, 2): True, (3, 3): True, (3, 6): True, (3, 7): False}  # of a loss: steps, and whether that is told
 
 
-def dividing(rank: int) -> list[str]:
-    """Divide the loss by something, with so many steps."""
-    found = []
-    for steps, divisor in DIVISORS:
+@on_ranks(2)
+def test_a_loss_divided_by_the_number_of_ranks_is_told(rank: int) -> None:
+    """Or by steps, or by both; and by nothing else."""
+    for (steps, divisor), wrong in DIVISORS.items():
         network = Ddp(model())
         accumulator = made(network, steps=steps)
-        found += ["".join(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))]  # noqa: B023
+        told = "".join(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))  # noqa: B023
         accumulator.discard()
-    return found
+        assert f"divided by steps or the number of ranks ({divisor}) already" in told or not wrong
+        assert bool(told) == wrong
 
 
-def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
-    """Or by steps, or by both; and by nothing else."""
-    for found in exactly(2, dividing):
-        for ((_, divisor), wrong), told in zip(DIVISORS.items(), found, strict=True):
-            assert f"divided by steps or the number of ranks ({divisor}) already" in told or not wrong
-            assert bool(told) == wrong
-
-
-def as_one_of_one(rank: int) -> Any:
-    """Train bf16 parameters, of which each micro-batch uses some, with DDP and without."""
+@on_ranks(1)
+def test_ddp_of_one_process_is_kept_quiet_too(rank: int) -> None:
+    """What goes on two ranks goes on one: DDP would refuse float32 sums, and parameters without a gradient."""
     found = []
     for wrapped in (True, False):
         plain = two_heads().bfloat16()
@@ -207,10 +178,4 @@ def as_one_of_one(rank: int) -> Any:
             x, y = micro_batch(4, 10 * rank + number)
             accumulator.backward(nn.functional.cross_entropy(network(x.bfloat16(), number % 2).float(), y))
         found.append([p.tolist() for p in plain.parameters()])
-    return found
-
-
-def test_ddp_of_one_process_is_kept_quiet_too() -> None:
-    """What goes on two ranks goes on one: DDP would refuse float32 sums, and parameters without a gradient."""
-    ((wrapped, plain),) = exactly(1, as_one_of_one)
-    assert wrapped == plain
+    assert found[0] == found[1]
