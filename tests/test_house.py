@@ -10,7 +10,7 @@ FLOORS = [
     "errors caller",
     "loss state arguments default_loss batch",
     "learning_rate update options memory loop",
-    "distributed first_step_watch",
+    "distributed",
     "window setup",
     "execute planner accumulator",
     "lockstep first_step_parts",

@@ -66,7 +66,10 @@ def no_room(error: BaseException, where: str, since: str, fix: str) -> OutOfMemo
 # Where it is so, what is true since, and what to do, where nothing else is tried.
 AT_THE_STEP = (
     "in the optimizer's own step",
-    "It may have changed some parameters and some of its state, so it is not made again: load both from a checkpoint.",
+    (
+        "It may have changed some parameters and some of its state, so the step is not made again: load both from a "
+        "checkpoint."
+    ),
     "a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state",
 )
 AFTER_THE_STATEMENT = (
