@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,44 +14,40 @@ from bigbatch.errors import UnreadableLoss
 from tests.support.training import Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
-ROOT = Path(__file__).parents[2]
-TEXT = r"left open with 1 of 3 micro-batches.*accumulator.flush\(\).*accumulator.discard\(\)"
 pytestmark = pytest.mark.filterwarnings("default:a window was left open:UserWarning")
 
 
-def left_open() -> Training:
-    """A loop without `over` has ended in mid-window."""
-    training = Training(steps=3)
-    for batch in BATCHES[:4]:
-        training.backward(batch)
-    return training
-
-
-def told_at_the_end(training: Training) -> list[warnings.WarningMessage]:
-    """What is told when a training goes that nobody else holds."""
+def told_at_the_end(do: Callable[[Training], object]) -> list[warnings.WarningMessage]:
+    """What is told when a training goes whose loop, without `over`, has ended in mid-window."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        del training.accumulator
+        training = Training(steps=3)
+        for batch in BATCHES[:4]:
+            training.backward(batch)
+        do(training)
+        del training.accumulator  # nobody else holds it: it is collected at once
     return [each for each in caught if "left open" in str(each.message)]
 
 
-def test_a_forgotten_flush_is_warned_of() -> None:
-    """When the accumulator is collected, which is at once; also where it went on after it was saved."""
-    (told,) = told_at_the_end(left_open())
-    assert re.search(TEXT, str(told.message))
-    assert Path(told.filename).name == "training.py"  # which has made the accumulator
-    training = left_open()
+def save_and_go_on(training: Training) -> None:
+    """What was saved is of no use to the window as it is now."""
     training.accumulator.state_dict()
     training.backward(BATCHES[4])
-    (told,) = told_at_the_end(training)
-    assert "with 2 of 3 micro-batches" in str(told.message)
+
+
+@pytest.mark.parametrize(("do", "number"), [(id, 1), (save_and_go_on, 2)])
+def test_a_forgotten_flush_is_warned_of(do: Callable[[Training], object], number: int) -> None:
+    """Where the accumulator was made."""
+    (told,) = told_at_the_end(do)
+    text = rf"left open with {number} of 3 micro-batches.*accumulator.flush\(\).*accumulator.discard\(\)"
+    assert re.search(text, str(told.message))
+    assert Path(told.filename).name == "training.py"
 
 
 def refused(training: Training) -> None:
     """Pass a loss that is refused inside the window."""
-    model, x = training.model, BATCHES[4]["x"]
-    with pytest.raises(UnreadableLoss):
-        training.accumulator.backward(model(x).square().mean().sqrt())
+    with suppress(UnreadableLoss):
+        training.accumulator.backward(training.model(BATCHES[4]["x"]).square().mean().sqrt())
 
 
 CLEAN: dict[str, Callable[[Training], object]] = {
@@ -66,26 +63,7 @@ CLEAN: dict[str, Callable[[Training], object]] = {
 @pytest.mark.parametrize("how", CLEAN)
 def test_a_clean_end_is_silent(how: str) -> None:
     """Closed, dropped, or saved to go on with."""
-    training = left_open()
-    CLEAN[how](training)
-    assert not told_at_the_end(training)
-
-
-def test_a_window_dropped_by_an_exception_is_not_spoken_of() -> None:
-    """The exception says it."""
-
-    def fails() -> None:
-        training = left_open()
-        message = f"out of disk with {training.accumulator.remaining} to go"
-        raise OSError(message)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            fails()
-        except OSError as error:
-            error.__traceback__ = None  # lets go of the frame, while the exception is handled
-    assert not [each for each in caught if "left open" in str(each.message)]
+    assert not told_at_the_end(CLEAN[how])
 
 
 SCRIPT = """
@@ -96,20 +74,28 @@ accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), st
 accumulator.before_step(lambda: print(accumulator.steps))
 accumulator.backward(model(torch.ones(2, 3)).mean())
 """
+FAILS = """
+def fails(accumulator): raise OSError(accumulator.remaining)
+try:
+    fails(accumulator)
+except OSError as error:
+    error.__traceback__ = None
+    del accumulator
+"""
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemError"])
 def test_the_end_of_a_program(end: str) -> None:
-    """A script whose last window is open when Python exits; one that failed has said so already."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT + end], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert ("a window was left open with 1 of 2 micro-batches" in run.stderr) is not bool(end), run.stderr
+    """A script whose last window is open when Python exits; an exception, also one that was handled, says so itself."""
+    code = SCRIPT + FAILS + SCRIPT + end
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.stderr.count("a window was left open with 1 of 2 micro-batches") == (not end), run.stderr
     assert run.returncode == bool(end)
 
 
-def test_a_notebook_in_which_something_has_failed_before_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("since", [False, True])
+def test_a_notebook_in_which_something_has_failed(since: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that was shown before the window was opened has nothing to do with it; one since has."""
     monkeypatch.setattr(sys, "last_value", ValueError("long ago"), raising=False)
-    assert told_at_the_end(left_open())
-    training = left_open()
-    monkeypatch.setattr(sys, "last_value", ValueError("just now"), raising=False)
-    assert not told_at_the_end(training)
+    told = told_at_the_end(lambda _: since and monkeypatch.setattr(sys, "last_value", ValueError("just now")))
+    assert len(told) == (not since)

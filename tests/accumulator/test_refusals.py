@@ -1,7 +1,6 @@
 """What cannot work is answered at once, with what was found and what to type; see tests/messages/accumulator.txt."""
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import BigBatchError
@@ -220,29 +219,3 @@ def test_what_a_message_advises_is_exact(name: str) -> None:
     for batch in training.accumulator.over(batches):
         training.accumulator.backward(case.loss(training.model, batch), count=count(batch) if count else None)
     training.assert_big_batches(batches)
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
-    "step": lambda o: StepLR(o, 100),
-    "sequential": lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 100)], milestones=[100]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch's own, at the first
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("every", ["micro-batch", "update", "never"])
-def test_a_scheduler_stepped_by_hand_is_warned_of_once(name: str, every: str) -> None:
-    """A call left over from the old loop would run through the schedule too fast; a loaded state is no call."""
-    model = mlp()()
-    optimizer = sgd(trained(model))
-    scheduler = SCHEDULERS[name](optimizer)
-    accumulator = Accumulator(model, optimizer, steps=2, scheduler=scheduler)
-    scheduler.load_state_dict(scheduler.state_dict())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in accumulator.over(BATCHES):
-            update = accumulator.backward(PLAIN.loss(model, batch))
-            if every == "micro-batch" or (every == "update" and update is not None):
-                scheduler.step()
-    ours = [each for each in caught if "scheduler.step() was called by hand" in str(each.message)]
-    assert [each.filename for each in ours] == ([] if every == "never" else [__file__])
