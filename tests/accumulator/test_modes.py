@@ -92,7 +92,7 @@ WAYS = {
 @pytest.mark.parametrize("mode", [Flops, Dispatched, Called])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_update_under_a_mode_is_the_same(way: str, mode: Any) -> None:
-    """To the last bit, and the mode has seen the model; the third, which checks nothing, has the flops of a plain loop."""
+    """To the last bit; the third one, which checks nothing, has the flops of a plain loop."""
     norm, updating = WAYS[way]
     model, twin, by_hand = (model_of(norm) for _ in range(3))
     update, alone = updating(model), updating(twin)
@@ -116,7 +116,7 @@ def test_an_update_under_a_mode_is_the_same(way: str, mode: Any) -> None:
 def test_every_loss_is_read_under_a_mode(epoch: Epoch) -> None:
     """Those with numbers, indices and weights among their saved tensors, too."""
     watched, alone = Training(epoch.steps, case=epoch.case), Training(epoch.steps, case=epoch.case)
-    with Dispatched(), Called():
+    with Dispatched(), Called():  # type: ignore[no-untyped-call]
         watched.train(epoch.batches)
     alone.train(epoch.batches)
     assert distance(watched.weights, alone.weights) <= 1e-15  # torch itself adds some up in another order there
