@@ -10,18 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, counted
-from tests.support.reference import sgd, trained
-from tests.support.samples import Batch, mlp, rows
+from bigbatch import counted
+from tests.support.samples import Batch, rows
 from tests.support.training import MASKED, Training, micro_batches
 
 
-class Watched:
-    """A model, an accumulator, and weak references to what the model computed."""
+class Watched(Training):
+    """A training, and weak references to what its model computed."""
 
     def __init__(self) -> None:
-        self.model = mlp()()
-        self.accumulator = Accumulator(self.model, sgd(trained(self.model)), steps=3, clip_norm=1.0)
+        super().__init__(steps=3, clip_norm=1.0)
         self.refs: list[weakref.ref[Tensor]] = []
         self.model.register_forward_hook(lambda _, __, output: self.refs.append(weakref.ref(output)))
 

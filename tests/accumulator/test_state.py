@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from bigbatch.errors import StateError, UnreadableLoss, WindowBroken, WindowOpen
 from bigbatch.window.gradients import Gradients
@@ -34,20 +33,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Te
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_goes_on_in_a_new_process(name: str, resumed: dict[str, list[torch.Tensor]]) -> None:
-    """Bit for bit the weights of a training that was never stopped."""
-    whole = TRAININGS[name].start()
+    """Bit for bit the weights of a training that was never stopped; without the open window it would show."""
+    whole, saved = TRAININGS[name].start(), first_half(name)
     whole.train(TRAININGS[name].batches)
     assert all(torch.equal(a, b) for a, b in zip(resumed[name], whole.weights, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(whole.weights, TRAININGS[name].start().weights, strict=True))
-
-
-def test_leaving_the_window_out_would_show() -> None:
-    """The comparison can fail: without the accumulator's state two micro-batches are missing."""
-    saved = first_half("masked")
     saved["accumulator"]["window"] = None
-    whole = TRAININGS["masked"].start()
-    whole.train(TRAININGS["masked"].batches)
-    assert not all(torch.equal(a, b) for a, b in zip(second_half("masked", saved).weights, whole.weights, strict=True))
+    without = second_half(name, saved)
+    assert not all(torch.equal(a, b) for a, b in zip(without.weights, whole.weights, strict=True))
 
 
 def stopped(steps: int = 3, **options: Any) -> Training:
@@ -60,16 +52,23 @@ def stopped(steps: int = 3, **options: Any) -> Training:
 
 def test_between_windows_there_is_little_to_save() -> None:
     """No window: the next one starts afresh, with the steps of who loads."""
-    training = Training(steps=3)
+    training, other = Training(steps=3), Training(steps=5)
     training.train(BATCHES[:3])
     saved = training.accumulator.state_dict()
     assert saved["window"] is None
-    other = Training(steps=5)
     other.model.load_state_dict(training.model.state_dict())
     other.accumulator.load_state_dict(saved)
     assert other.accumulator.steps == 5
     other.train(BATCHES[3:])
     other.assert_big_batches(BATCHES[:3], BATCHES[3:])
+
+
+def loaded(saved: Any, steps: int = 3) -> Training:
+    """A training that goes on with a window."""
+    training = Training(steps)
+    training.accumulator.load_state_dict(saved)
+    assert training.accumulator.remaining == 1
+    return training
 
 
 def test_a_state_is_a_copy_that_may_be_flushed_or_discarded() -> None:
@@ -78,17 +77,12 @@ def test_a_state_is_a_copy_that_may_be_flushed_or_discarded() -> None:
     saved = training.accumulator.state_dict()
     training.backward(BATCHES[2])
     for _ in range(2):
-        flushed, discarded = Training(steps=5), Training(steps=3)
-        for each in (flushed, discarded):
-            each.accumulator.load_state_dict(saved)
-            assert each.accumulator.remaining == 1
-        assert flushed.backward(BATCHES[4]) is not None
-        flushed.assert_big_batches([*BATCHES[:2], BATCHES[4]])
+        gone_on, discarded = loaded(saved, steps=5), loaded(saved)
+        assert gone_on.backward(BATCHES[4]) is not None
+        gone_on.assert_big_batches([*BATCHES[:2], BATCHES[4]])
         discarded.accumulator.discard()
         discarded.assert_untouched()
-    loaded = Training(steps=3)
-    loaded.accumulator.load_state_dict(saved)
-    update = loaded.accumulator.flush()
+    update = loaded(saved).accumulator.flush()
     assert update is not None
     assert update.micro_batches == 2
     assert float(update.loss) == pytest.approx(big_batches(MASKED, BATCHES[:2], 2).losses[0], rel=1e-6)
@@ -117,9 +111,7 @@ def test_a_loaded_window_can_be_left_open_again() -> None:
     """Leaving the loop that went on with it is leaving a window open."""
     training = Training(steps=4)
     training.accumulator.load_state_dict(stopped(steps=4).accumulator.state_dict())
-    for batch in training.accumulator.over(BATCHES[2:]):
-        training.backward(batch)
-        break
+    training.backward(next(iter(training.accumulator.over(BATCHES[2:]))))
     with pytest.raises(WindowOpen, match="3 of 4 micro-batches"):
         training.accumulator.over(BATCHES)
 
@@ -143,20 +135,19 @@ def edited(without: str = "", **changes: Any) -> dict[str, Any]:
     return state
 
 
-def frozen() -> nn.Module:
-    """A model with fewer parameters to train."""
+def half() -> Training:
+    """A training with fewer parameters."""
     model = mlp()()
     model[0].requires_grad_(requires_grad=False)  # type: ignore[index]  # nn.Sequential
-    return model
+    return Training(3, model=model)
 
 
 NO_STATE: dict[str, tuple[Any, Callable[[], Training], str]] = {
     "none": (None, stopped, r"not the state_dict\(\) of an Accumulator: it should hold version, steps and window"),
-    "list": ([1, 2], stopped, "not the state_dict"),
     "optimizer's": (torch.optim.SGD(mlp()().parameters(), lr=0.1).state_dict(), stopped, "not the state_dict"),
     "version": (edited(version=99), stopped, "Got version 99, not 1"),
     "no window": (edited(window={"micro_batches": 2}), stopped, "not the window of an Accumulator"),
-    "number of parameters": (edited(), lambda: Training(3, model=frozen()), "with 4 trainable .* has 2"),
+    "number of parameters": (edited(), half, "with 4 trainable .* has 2"),
     "shapes": (edited(), lambda: Training(3, case=PLAIN, model=mlp(7)()), "does not fit"),
     "gradient_dtype": (first_half("bf16")["accumulator"], TRAININGS["bf16-own"].start, "gradient_dtype"),
     "damaged": (edited(without="total"), lambda: Training(3), "it should hold .*total"),
@@ -180,30 +171,12 @@ def test_what_is_no_state_is_refused(name: str) -> None:
 
 def test_a_state_saved_before_is_read() -> None:
     """The state of a window as version 1 writes it, in full: it must go on to load."""
-    training, twin = Training(steps=3), Training(steps=3)
-    for batch in BATCHES[:2]:
-        training.backward(batch)
-    saved = training.accumulator.state_dict()["window"]
-    window = {
-        "gradients": saved["gradients"],
-        "residual": 1.0,
-        "double": True,
-        "totals": None,
-        "micro_batches": 2,
-        "provisional": 17.099999999999998,
-        "total": 7.3999999999999995,
-        "loss": 9.243996592497307,
-        "loss_known": True,
-        "kind": "mean",
-        "names": ("NllLoss",),
-        "in_ratio": None,
-        "reference": [5.699999999999999],
-        "factors": [()],
-        "came": [],
-    }
-    twin.accumulator.load_state_dict({"version": 1, "steps": 3, "window": window})
-    update = twin.backward(BATCHES[2])
+    saved = stopped().accumulator.state_dict()["window"]
+    counts = {"micro_batches": 2, "provisional": 17.1, "total": 7.4, "loss": 9.243996592497307, "loss_known": True}
+    terms = {"kind": "mean", "names": ("NllLoss",), "in_ratio": None, "reference": [5.7], "factors": [()], "came": []}
+    window = {"gradients": saved["gradients"], "residual": 1.0, "double": True, "totals": None, **counts, **terms}
+    training = loaded({"version": 1, "steps": 3, "window": window})
+    update = training.backward(BATCHES[2])
     assert update is not None
-    twin.assert_big_batches(BATCHES[:3])
-    true = MASKED.loss(MASKED.model(), MASKED.join(BATCHES[:3])).item()
-    assert update.loss.item() == pytest.approx(true, rel=1e-12)
+    training.assert_big_batches(BATCHES[:3])
+    assert update.loss.item() == pytest.approx(big_batches(MASKED, BATCHES[:3], 3).losses[0], rel=1e-12)

@@ -1,25 +1,21 @@
 """Windows: however a loop is left or goes on, no sample is lost or counted twice."""
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import pytest
-import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigbatch import Accumulator
 from bigbatch.errors import LossError, WindowOpen
+from tests.support.reference import windows
 from tests.support.samples import Batch
+from tests.support.samples import Loss as Case
 from tests.support.strategies import seeds, splits, steps
 from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
-
-
-# Steps that change.
 
 
 def test_steps_may_change_between_windows() -> None:
@@ -35,19 +31,14 @@ def test_steps_may_change_between_windows() -> None:
 # Loops that are left early.
 
 
-def leave(training: Training, after: int, how: str) -> None:
+def leave(training: Training, after: int, how: str = "break") -> None:
     """Leave a loop after so many micro-batches."""
     for place, batch in enumerate(training.accumulator.over(BATCHES)):
         if place == after and how == "exception":
             raise KeyboardInterrupt
-        if place == after and how == "break":
+        if place == after:
             break
         training.backward(batch)
-
-
-LEFT_OPEN = (
-    r"a window is still open, with 2 of 3 micro-batches, left by break or an exception.\n.*flush\(\).*discard\(\)"
-)
 
 
 @pytest.mark.parametrize("how", ["break", "exception"])
@@ -57,10 +48,9 @@ def test_a_window_left_open_is_an_error_at_the_next_over(how: str) -> None:
     epoch = training.accumulator.over(BATCHES)
     with suppress(KeyboardInterrupt):
         leave(training, 5, how)
-    with pytest.raises(WindowOpen, match=LEFT_OPEN):
-        training.accumulator.over(BATCHES)
-    with pytest.raises(WindowOpen, match=LEFT_OPEN):
-        next(iter(epoch))  # wrapped before
+    for begin in (lambda: training.accumulator.over(BATCHES), lambda: next(iter(epoch))):  # wrapped before
+        with pytest.raises(WindowOpen, match=r"with 2 of 3 micro-batches, left by .*\n.*flush\(\).*discard\(\)"):
+            begin()
     training.accumulator.flush()
     training.assert_big_batches(BATCHES[:3], BATCHES[3:5])
 
@@ -68,7 +58,7 @@ def test_a_window_left_open_is_an_error_at_the_next_over(how: str) -> None:
 def test_breaking_at_the_last_batch_before_its_backward() -> None:
     """What came before it stays open; that it was the last is forgotten."""
     training = Training(steps=4)
-    leave(training, 6, "break")
+    leave(training, 6)
     assert training.backward(BATCHES[0]) is None
     assert training.accumulator.flush() is not None
     training.assert_big_batches(BATCHES[:4], [*BATCHES[4:6], BATCHES[0]])
@@ -87,9 +77,8 @@ def test_accumulators_over_one_loader_with_one_that_looks_a_window_ahead() -> No
     for batch in loader:
         for training in trainings:
             training.backward(batch)
-    trainings[0].assert_big_batches(BATCHES[:4], BATCHES[4:])
-    trainings[1].assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-    trainings[2].assert_big_batches(BATCHES[:2], BATCHES[2:4], BATCHES[4:6], BATCHES[6:])
+    for training, size in zip(trainings, (4, 3, 2), strict=True):
+        training.assert_big_batches(*windows(BATCHES, size))
 
 
 # Any loop at all.
@@ -153,31 +142,25 @@ def test_any_loop_is_its_windows(loop: Loop) -> None:
 
 def test_a_refused_loss_is_not_taken_for_the_one_before() -> None:
     """A loss that looks as the latest is counted on a short way; one that was refused was none of the window."""
-    torch.manual_seed(0)
-    model, x, labels = torch.nn.Linear(3, 2).double(), torch.randn(5, 3).double(), torch.tensor([0, 1, 1, 0, 1])
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    training, batch = Training(steps=4), BATCHES[0]
 
-    def mean() -> torch.Tensor:
-        return F.cross_entropy(model(x), labels)
+    def add(loss: Case, times: int, *, refused: bool = False) -> None:
+        for _ in range(times):
+            with pytest.raises(LossError, match="the loss changed within a window") if refused else nullcontext():
+                training.accumulator.backward(loss.loss(training.model, batch))
 
-    def squares() -> torch.Tensor:
-        return F.mse_loss(model(x), x[:, :2])
-
-    for _ in range(6):  # a window, and a half
-        accumulator.backward(mean())
-    for _ in range(3):
-        with pytest.raises(LossError, match="the loss changed within a window"):
-            accumulator.backward(squares())
-    accumulator.backward(mean())
-    assert accumulator.backward(mean()) is not None
-    accumulator.backward(squares())
-    accumulator.discard()
+    add(MASKED, 6)  # a window, and a half
+    add(PLAIN, 3, refused=True)
+    add(MASKED, 2)
+    assert training.accumulator.remaining == 4
+    training.assert_big_batches([batch] * 4, [batch] * 4)
+    add(PLAIN, 1)
+    training.accumulator.discard()
     for _ in range(3):  # the window before had another loss
-        accumulator.backward(squares())
-        with pytest.raises(LossError, match="the loss changed within a window"):
-            accumulator.backward(mean())
-    expected = squares().item()
-    update = accumulator.flush()
+        add(PLAIN, 1)
+        add(MASKED, 1, refused=True)
+    expected = PLAIN.loss(training.model, batch).item()
+    update = training.accumulator.flush()
     assert update is not None
-    assert (update.count, update.micro_batches) == (30, 3)
+    assert (update.count, update.micro_batches) == (3 * batch["value"].numel(), 3)
     assert update.loss.item() == pytest.approx(expected, rel=1e-12)

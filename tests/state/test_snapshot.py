@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Buffers, untouched
-from tests.support.bombs import seed
 
 ON_CPU = frozenset({torch.device("cpu")})
 
@@ -113,6 +112,14 @@ def test_large_buffers_and_those_without_versions() -> None:
     assert len(Buffers([model]).settle().saved) == 2
 
 
+DRAWN: list[Callable[[], Any]] = [
+    lambda: torch.rand(()),
+    random.random,
+    lambda: np.random.rand(),  # noqa: NPY002, PLW0108 - the generator that is restored
+    lambda: nn.Dropout()(torch.ones(3)),
+]
+
+
 def test_untouched_leaves_nothing() -> None:
     """Gradients, buffers and generators, also when what is inside fails."""
     model = Store()
@@ -120,42 +127,29 @@ def test_untouched_leaves_nothing() -> None:
     model.register_parameter("weight", weight)
     outside = torch.optim.SGD([nn.Parameter(torch.ones(2)), weight], lr=0.1)
     kept = weight.grad = torch.full((3,), 7.0)
-    seed()
-    numbers, before = draw(), model.values()
-    seed()
-
-    def inside() -> None:
-        with untouched([model], [outside]):
-            assert weight.grad is None
-            (weight * torch.rand(3)).sum().backward()
-            outside.param_groups[0]["params"][0].grad = torch.ones(2)
+    before, randomness = model.values(), Randomness(ON_CPU)
+    with pytest.raises(KeyboardInterrupt), untouched([model], [outside]):
+        assert weight.grad is None
+        (weight * torch.rand(3)).sum().backward()
+        outside.param_groups[0]["params"][0].grad = torch.ones(2)
+        for draw in DRAWN:
             draw()
-            model.counter += 1
-            model.norm(torch.randn(4, 3))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        inside()
+        model.counter += 1
+        model.norm(torch.randn(4, 3))
+        raise KeyboardInterrupt
     assert weight.grad is kept
     assert outside.param_groups[0]["params"][0].grad is None
     assert model.values() == before
-    assert draw() == numbers
+    assert not randomness.drawn()
 
 
-def draw() -> tuple[float, float, float]:
-    """One number of each generator."""
-    return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311 - those that are restored
-
-
-@pytest.mark.parametrize(
-    "drawing",
-    [lambda: torch.rand(()), random.random, lambda: np.random.rand(), lambda: nn.Dropout()(torch.ones(3))],  # noqa: NPY002, PLW0108
-)
-def test_drawing_is_noticed(drawing: Callable[[], Any]) -> None:
-    """By torch, Python or numpy; and not where nobody has drawn."""
+@pytest.mark.parametrize("draw", DRAWN)
+def test_drawing_is_noticed(draw: Callable[[], Any]) -> None:
+    """By torch, Python or numpy; and not where nobody has drawn, or numbers were put back."""
     randomness = Randomness(ON_CPU)
     assert not randomness.drawn()
-    drawing()
+    first = draw()
     assert randomness.drawn()
     randomness.restore()
     assert not randomness.drawn()
+    assert bool(torch.as_tensor(first == draw()).all())
