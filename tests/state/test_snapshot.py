@@ -128,15 +128,20 @@ def test_untouched_leaves_nothing() -> None:
     outside = torch.optim.SGD([nn.Parameter(torch.ones(2)), weight], lr=0.1)
     kept = weight.grad = torch.full((3,), 7.0)
     before, randomness = model.values(), Randomness(ON_CPU)
-    with pytest.raises(KeyboardInterrupt), untouched([model], [outside]):
-        assert weight.grad is None
-        (weight * torch.rand(3)).sum().backward()
-        outside.param_groups[0]["params"][0].grad = torch.ones(2)
-        for draw in DRAWN:
-            draw()
-        model.counter += 1
-        model.norm(torch.randn(4, 3))
-        raise KeyboardInterrupt
+
+    def inside() -> None:
+        with untouched([model], [outside]):
+            assert weight.grad is None
+            (weight * torch.rand(3)).sum().backward()
+            outside.param_groups[0]["params"][0].grad = torch.ones(2)
+            for draw in DRAWN:
+                draw()
+            model.counter += 1
+            model.norm(torch.randn(4, 3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        inside()
     assert weight.grad is kept
     assert outside.param_groups[0]["params"][0].grad is None
     assert model.values() == before
