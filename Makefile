@@ -11,7 +11,7 @@ ARGS   ?=
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format bench zoo faults kills release-check
+.PHONY: help train test check format docs bench zoo faults kills release-check
 
 help:  ## this list
 	@echo 'make TARGET [ARGS="..."]'
@@ -33,6 +33,9 @@ check: $(VENV)/.ready-lint  ## format, lint and types, changing nothing
 format: $(VENV)/.ready-lint  ## put the code into its format and fix what can be fixed
 	@$(RUN) -m ruff check --fix-only --quiet .
 	@$(RUN) -m ruff format .
+
+docs: $(VENV)/.ready-docs  ## the documentation, into build/site: ARGS="serve" shows it while you write
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs $(or $(ARGS),build --quiet)
 
 bench: $(VENV)/.ready-bench  ## the tables of exactness and overhead: ARGS="--json"
 	@$(RUN) -m benchmarks.exactness $(ARGS)
@@ -80,6 +83,11 @@ $(VENV)/.ready-bench: $(VENV)/.ready
 $(VENV)/.ready-test: $(VENV)/.ready-bench
 	@echo "Installing the test tools ..." >&2
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	@echo "Installing what makes the documentation ..." >&2
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # mypy reads the tests too, so it needs what they import.
