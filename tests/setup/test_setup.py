@@ -192,12 +192,11 @@ CHECKED_ELSEWHERE: dict[str, Any] = {
 @pytest.mark.parametrize("name", [*NONSENSE, *CHECKED_ELSEWHERE])
 def test_nonsense_is_refused_where_it_is_made(name: str) -> None:
     """Each refusal says what was found and what to write instead; some texts are those of `arguments`."""
-    with pytest.raises(
-        ConfigurationError, match=name.split(maxsplit=1)[0] if name in CHECKED_ELSEWHERE else ""
-    ) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         make(**NONSENSE.get(name, {name: CHECKED_ELSEWHERE.get(name)}))
     if name in NONSENSE:
         approve("setup", name, caught.value)
+    assert name in NONSENSE or name in str(caught.value)
 
 
 def test_a_loss_that_is_none_is_refused_as_loss_fns() -> None:
