@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
-from bigbatch.batch.packing import Padding
-from bigbatch.batch.split import Division, joined
+from bigbatch.batch.split import Division, Padding, joined
 from bigbatch.batch.transfer import Mover
 from bigbatch.distributed.discovery import team_of
 from bigbatch.distributed.ranks import OthersTryAgain, is_of_the_wire

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.batch.batch import Batch as Cut
-from bigbatch.batch.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
+from bigbatch.batch.split import Padding, lengths_of, pack, pack_alike, rounded, width_of
 from bigbatch.errors import BatchError, CoupledLoss
 from tests.support.messages import approve
 from tests.support.packed import LENGTHS, LOSSES, attentive, text, token_loss

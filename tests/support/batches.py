@@ -31,6 +31,7 @@ class Structure:
     wrap: Callable[[Batch], Any]
     unwrap: Callable[[Any], Batch]
     kind: type | None = None  # that every micro-batch must have, too
+    of_any: bool = True  # whether it may hold other things than tensors
 
     def __str__(self) -> str:
         return self.name
@@ -174,9 +175,9 @@ STRUCTURES = [
     Structure("dataclass", _dataclass(), _by_name),
     Structure("dataclass-frozen-slots", _dataclass(frozen=True, slots=True), _by_name),
     Structure("dataclass-keywords", _dataclass(kw_only=True), _by_name),
-    Structure("dataclass-picky", Picky, _twins, Picky),
+    Structure("dataclass-picky", Picky, _twins, Picky, of_any=False),
     Structure("nested", _nested, _unnested, list),
-    Structure("company", _in_company, _out_of_company, dict),
+    Structure("company", _in_company, _out_of_company, dict, of_any=False),
 ]  # fmt: skip
 structures = st.sampled_from(STRUCTURES)
 

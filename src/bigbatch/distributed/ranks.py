@@ -75,8 +75,7 @@ class Ranks(Team):
         if _FAILED in codes:
             failed = ", ".join(str(name) for name, each in zip(self._names, codes, strict=True) if each == _FAILED)
             raise RankFailed(
-                f"rank {failed} failed in this window, so it cannot be made; nothing was changed on this one. The "
-                "error is in the output of that rank."
+                f"rank {failed} failed in this window: its output has the error. Nothing was changed on this one."
             )
         if _AGAIN in codes:
             self.spoken = self.elsewhere = False  # nothing that was said of this window holds
@@ -89,9 +88,8 @@ class Ranks(Team):
             listed = "".join(f"\n    rank {rank}: {each}" for rank, (_, each) in zip(self._names, said, strict=True))
             raise (PathsDiffer if all(inside for inside, _ in said) else WindowError)(
                 f"the ranks are at different places, and cannot go on together:{listed}",
-                fix="the same windows on every rank: break on all or none, the same steps=, as many batches where one "
-                "`over` is inside another's, as many accumulators and BigSteps; and the same operations of `across` "
-                "in the same order, also in backward: no `if` on the rank or on the data, no other shapes",
+                fix="the same windows on every rank: break on all or none, the same steps=, as many accumulators and "
+                "BigSteps; and the same operations and shapes of `across` in the same order, no `if` on the rank",
             )
         return [numbers for _, _, *numbers in found]
 
@@ -252,8 +250,8 @@ def naming_lost_ranks() -> Iterator[None]:
     except RuntimeError as error:
         if is_of_the_wire(error) and not isinstance(error, RankFailed):
             raise RankFailed(
-                "another rank has ended, or does not answer, so this window cannot be made. The error is in that "
-                "rank's own output, unless the system has killed it.",
+                "another rank has ended, or does not answer. The error is in that rank's own output, unless the system "
+                "has killed it.",
                 fix="all ranks started again, from a checkpoint",
             ) from error
         raise

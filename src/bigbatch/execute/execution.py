@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bigbatch.batch.batch import Batch
-from bigbatch.batch.packing import lengths_of, refuse_loss_of_content
-from bigbatch.batch.split import Division
+from bigbatch.batch.split import Division, lengths_of, refuse_loss_of_content
 from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
 from bigbatch.errors import OutOfMemory, SeveralCounts

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from bigbatch.batch.batch import SampleShape
-from bigbatch.batch.packing import expected_seconds
+from bigbatch.batch.split import expected_seconds
 from bigbatch.errors import StateError
 from bigbatch.memory.budget import budget
 from bigbatch.memory.search import Choice, Probe, choose
