@@ -55,7 +55,6 @@ def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the results, which are not lost with it."""
-    pytest.importorskip("matplotlib")
     file = written(tmp_path)
 
     def full(*_: object, **__: object) -> None:

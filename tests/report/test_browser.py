@@ -16,7 +16,10 @@ playwright: Any = pytest.importorskip(
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
-SEEN = ("plan, measured", "verify, differs", "plan, evil", "verify, evil")
+# What sticks out to the right, and is not inside of something that scrolls by itself.
+WIDER = """width => [...document.querySelectorAll('body *')]
+    .filter(e => !e.closest('.scrolls') && !e.closest('pre') && !e.closest('svg'))
+    .filter(e => e.getBoundingClientRect().right > width + 0.5).map(e => e.tagName)"""
 
 
 @pytest.fixture(scope="module")
@@ -28,37 +31,22 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-@pytest.fixture(scope="module", params=SEEN)
-def page_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page in a file."""
-    path = tmp_path_factory.mktemp("pages") / "page.html"
-    path.write_text(PAGES[request.param], encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1200])
-def test_a_page_opens_quietly(browser: Any, page_file: Path, width: int, scheme: str) -> None:
+@pytest.mark.parametrize("name", ["plan, measured", "verify, differs", "plan, evil", "verify, evil"])
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1200, "dark")])
+def test_a_page_opens_quietly(browser: Any, tmp_path: Path, name: str, width: int, scheme: str) -> None:
     """No message on the console, no request beside its own, no dialog, nothing wider than the screen."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    file = tmp_path / "page.html"
+    file.write_text(PAGES[name], encoding="utf-8")
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     try:
-        page = context.new_page()
-        said: list[str] = []
-        requests: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append(dialog.message))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(page_file.as_uri())
-        assert said == []
-        assert requests == [page_file.as_uri()]
+        seen: list[str] = []
+        page.on("console", lambda message: seen.append(message.text))
+        page.on("pageerror", lambda error: seen.append(str(error)))
+        page.on("dialog", lambda dialog: seen.append(dialog.message))
+        page.on("request", lambda request: seen.append(request.url))
+        page.goto(file.as_uri())
+        assert seen == [file.as_uri()]
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert page.evaluate(_WIDER, width) == []
+        assert page.evaluate(WIDER, width) == []
     finally:
-        context.close()
-
-
-# What sticks out to the right, and is not inside of something that scrolls by itself.
-_WIDER = """width => [...document.querySelectorAll('body *')]
-    .filter(e => !e.closest('.scrolls') && !e.closest('pre') && !e.closest('svg'))
-    .filter(e => e.getBoundingClientRect().right > width + 0.5).map(e => e.tagName)"""
+        page.close()

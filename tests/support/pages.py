@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 from bigbatch.planner.plan_report import Plan, Row
-from bigbatch.report.plan_page import plan_page
-from bigbatch.report.verify_page import verify_page
+from bigbatch.report.pages import plan_page, verify_page
 from bigbatch.verification.result import Cause, Difference, Verification
 
 EVIL = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;$\\alpha$'"</svg></style>日本🙂"""

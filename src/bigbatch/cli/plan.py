@@ -56,7 +56,7 @@ def plan(
     else:
         show(f"{file.name}: {found}\n\nNext: {next_step}")
     if html is not None:
-        from bigbatch.report.plan_page import plan_page
+        from bigbatch.report.pages import plan_page
 
         write_page(html, plan_page(found, name=file.name, next_step=next_step))
     if found.size is None:
@@ -64,7 +64,6 @@ def plan(
 
 
 def _next(found: "Plan") -> str:
-    """Return what to do next."""
     if found.refused:
         return "bigbatch verify, which looks for what the loss should be."
     if found.size is None:

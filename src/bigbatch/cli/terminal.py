@@ -23,9 +23,7 @@ File: TypeAlias = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="A file with setup().", exists=True, dir_okay=False)
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
-Html: TypeAlias = Annotated[
-    Path | None, typer.Option("--html", metavar="PAGE", help="Write a page with plots, too; needs matplotlib.")
-]
+Html: TypeAlias = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="Write a page with plots, too.")]
 
 
 def wrapped(text: str) -> str:
@@ -92,10 +90,8 @@ def running(*, as_json: bool = False, page: Path | None = None) -> Iterator[None
     with warnings.catch_warnings(), redirect_stdout(sys.stderr) if as_json else nullcontext():
         warnings.showwarning = lambda message, *_, **__: _say(wrapped(f"warning: {message}") + "\n")
         try:
-            if page is not None:
-                from bigbatch.report.page import check_page
-
-                check_page(page)
+            if page is not None and (page.is_dir() or not page.parent.is_dir()):
+                raise ConfigurationError(f"--html {page}: name a file in a folder that exists.", fix="--html page.html")
             yield
         except BigBatchError as error:
             message, _, hint = str(error).partition("\n")

@@ -66,7 +66,6 @@ def train(  # noqa: PLR0917 - typer calls it, by name
 
 
 def _train_recipe(name: str, clip: float | None, epochs: int | None, seeds: int, as_json: bool) -> dict[str, Any]:
-    """Compare the arms, and report."""
     from bigbatch.recipes.arms import compare, report
     from bigbatch.recipes.experiment import RECIPES
 

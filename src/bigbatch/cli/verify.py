@@ -56,7 +56,7 @@ def verify(  # noqa: PLR0917 - each is an option of the command
     else:
         show(f"{file.name}\n\n{found}")
     if html is not None:
-        from bigbatch.report.verify_page import verify_page
+        from bigbatch.report.pages import verify_page
 
         write_page(html, verify_page(found, name=file.name))
     if not found.accepted(allow or ()):

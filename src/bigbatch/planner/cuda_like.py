@@ -57,7 +57,6 @@ def scratch(func: Callable[..., Any], args: tuple[Any, ...]) -> int:
 
 
 def _register(library: torch.library.Library) -> None:
-    """Put the kernels in front."""
     # A CPU's autocast computes all of a cross-entropy in float32; CUDA's knows its parts alone.
     library.impl("cross_entropy_loss", _aten.cross_entropy_loss.default.decompose, "AutocastCPU")
     for name in (*_FLOAT32, *_INTO_FLOAT32):

@@ -73,14 +73,22 @@ def predict(
     """
     models = tuple(model) if isinstance(model, Sequence) else (model,)
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    with _fakes(), like_cuda() if target == "cuda" else nullcontext():
+    with (
+        warnings.catch_warnings(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.autograd.set_multithreading_enabled(mode=False),
+        like_cuda() if target == "cuda" else nullcontext(),
+    ):
+        warnings.simplefilter("ignore")  # what a real step warns of, it will say itself
         live = _Trace(target)
         inputs = mapped(batch, lambda _, leaf: live.fake(leaf) if isinstance(leaf, Tensor) else leaf)
         with live.faked(models):
             held = [t for module in models for t in (*module.parameters(), *module.buffers())]
             trained = list({id(p): p for p in held if p.requires_grad}.values())
             weights = live.add(held)
-            gradients = live.add(list(map(_with_gradient, trained))) + _wider(trained)
+            for p in trained:
+                p.grad = torch.empty_like(p)
+            gradients = live.add([p.grad for p in trained]) + _wider(trained)
             state, step = live.stepped(optimizers)
             samples = live.add(inputs)
             before = live.peak = live.now
@@ -91,14 +99,6 @@ def predict(
                 loss.backward()
             backward = live.peak - before
     return Prediction(weights, gradients, state, samples, forward, backward, step, _WORKSPACES[target])
-
-
-@contextmanager
-def _fakes() -> Iterator[None]:
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        warnings.simplefilter("ignore")  # what a real step warns of, it will say itself
-        with torch.autograd.set_multithreading_enabled(mode=False):
-            yield
 
 
 class _Trace(LiveBytes):
@@ -217,12 +217,6 @@ _DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
     _aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
     _aten.index.Tensor: _indexed,
 }
-
-
-def _with_gradient(parameter: Tensor) -> Tensor:
-    """Give a parameter a gradient, and return that."""
-    parameter.grad = torch.empty_like(parameter)
-    return parameter.grad
 
 
 def checked_loss(returned: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean, stdev
 from typing import Any
@@ -95,39 +95,31 @@ def compare(
     on_epoch: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Run the recipe with seeds 0 to `seeds` - 1; `on_epoch` is told of every epoch."""
-    epochs = recipe.epochs if epochs is None else epochs
-    clip_norm = recipe.clip_norm if clip_norm is None else clip_norm
+    recipe = replace(recipe, epochs=epochs or recipe.epochs, clip_norm=clip_norm or recipe.clip_norm)
     runs: dict[str, list[Run]] = {arm.name: [] for arm in recipe.arms()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models this small gain nothing from more, which on a busy machine cost ten times as much
     try:
         for seed in range(seeds):  # seed by seed, so that a slow moment of the machine falls on all arms
-            task = Task.of(recipe, seed, epochs)
+            task = Task.of(recipe, seed)
             for arm in recipe.arms():
-                runs[arm.name].append(_train(recipe, task, arm, clip_norm, on_epoch))
-        task = Task.of(recipe, 0, 1)
-        results = tuple(
-            _result(arm.name, runs[arm.name], runs[arm.reference], clip_norm, _peak(recipe, task, arm, clip_norm))
-            for arm in recipe.arms()
-            if arm.shown
-        )
+                runs[arm.name].append(_train(task, arm, on_epoch))
+        task = Task.of(recipe, 0)
+        results = tuple(_result(task, arm, runs[arm.name], runs[arm.reference]) for arm in recipe.arms() if arm.shown)
     finally:
         torch.set_num_threads(threads)
-    return Comparison(recipe.name, seeds, epochs, clip_norm, results)
+    return Comparison(recipe.name, seeds, recipe.epochs, recipe.clip_norm, results)
 
 
-def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[str], None]) -> Run:
+def _train(task: Task, arm: Arm, on_epoch: Callable[[str], None]) -> Run:
     """Train once; only the loops' own time is counted."""
-    model, optimizer = task.start(recipe, arm)
+    model, optimizer = task.start(arm)
     run = Run(float(optimizer.param_groups[0]["lr"]))
     run.watch(model, optimizer)
-    epochs = (task.micro_batches(order, arm.micro_batch) for order in task.orders)
-    training = arm.loop(model, optimizer, epochs, arm.steps, clip_norm)
-    for _ in task.orders:
-        started = time.perf_counter()
-        norms = next(training)
+    for order in task.orders:
+        batches, started = task.micro_batches(order, arm.micro_batch), time.perf_counter()
+        run.norms += arm.loop(model, optimizer, batches, arm.steps, task.recipe.clip_norm)
         run.seconds.append(time.perf_counter() - started)
-        run.norms += norms
         run.loss, accuracy = task.validate(model)
         run.accuracies.append(accuracy)
         on_epoch(arm.name)
@@ -135,33 +127,30 @@ def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epo
     return run
 
 
-def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
+def _peak(task: Task, arm: Arm) -> int:
     """Return the most tensor bytes alive at once in two updates: the second has the optimizer's state."""
-    model, optimizer = task.start(recipe, arm)
+    model, optimizer = task.start(arm)
     with LiveBytes() as live:
         first = islice(task.micro_batches(task.orders[0], arm.micro_batch), 2 * arm.steps)
-        for _ in arm.loop(model, optimizer, [first], arm.steps, clip_norm):
-            pass
+        arm.loop(model, optimizer, first, arm.steps, task.recipe.clip_norm)
     return int(live.peak)
 
 
-def _result(name: str, runs: list[Run], references: list[Run], clip_norm: float | None, peak: int) -> ArmResult:
+def _result(task: Task, arm: Arm, runs: list[Run], references: list[Run]) -> ArmResult:
     """Return one column: means over seeds; the time of the fastest epoch, which others disturbed least."""
-    first, clipped = runs[0], None  # rate, updates and samples are the same for every seed
-    if clip_norm is not None:
-        clipped = Spread.of([sum(float(norm > clip_norm) for norm in run.norms) for run in runs])
+    first, clip = runs[0], task.recipe.clip_norm  # rate, updates and samples are the same for every seed
     pairs = [(run.weights, true.weights) for run, true in zip(runs, references, strict=True)]
     return ArmResult(
-        name=name,
+        name=arm.name,
         learning_rate=first.learning_rate,
         updates=first.updates,
-        clipped=clipped,
+        clipped=Spread.of([sum(float(norm > clip) for norm in run.norms) for run in runs]) if clip else None,
         samples_used=first.samples_used,
         loss=Spread.of([run.loss for run in runs]),
         accuracy_first=Spread.of([run.accuracies[0] for run in runs]),
         accuracy_last=Spread.of([run.accuracies[-1] for run in runs]),
         ms_per_epoch=1e3 * min(seconds for run in runs for seconds in run.seconds),
-        peak_bytes=peak,
+        peak_bytes=_peak(task, arm),
         distance=max(float((one - true).norm() / true.norm()) for one, true in pairs),
     )
 

@@ -1,12 +1,13 @@
 """The textbook's experiment: five ways to train a linear classifier on the same samples in the same order.
 
-Both loops are written as a person would write them in a script, and only there the arms differ. A loop takes the
-epochs as iterables of micro-batches and yields after each the norms of its gradients before they were clipped.
+Both loops are written as a person would write them in a script, and only there the arms differ. A loop trains on the
+micro-batches of one epoch, and returns the norms of its gradients before they were clipped.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,45 +18,42 @@ from torch.optim import Optimizer
 from bigbatch.accumulator import Accumulator
 from bigbatch.learning_rate import scale_lr
 
-MicroBatches = Iterable[tuple[Tensor, Tensor]]
-Norms = list[Tensor]
-Loop = Callable[[nn.Module, Optimizer, Iterable[MicroBatches], int, float | None], Iterator[Norms]]
+MicroBatches: TypeAlias = Iterable[tuple[Tensor, Tensor]]
+Loop: TypeAlias = Callable[[nn.Module, Optimizer, MicroBatches, int, float | None], list[Tensor]]
 
 
 def textbook_loop(
-    model: nn.Module, optimizer: Optimizer, epochs: Iterable[MicroBatches], steps: int, clip_norm: float | None
-) -> Iterator[Norms]:
+    model: nn.Module, optimizer: Optimizer, batches: MicroBatches, steps: int, clip_norm: float | None
+) -> list[Tensor]:
     """Accumulate as the teaching pages print it, with what is wrong in it; with 1 step, a plain loop.
 
     A leftover of fewer than `steps` micro-batches is never stepped and is cleared at the next epoch's start; and
     every micro-batch weighs 1 / `steps`, whatever its size.
     """
-    for batches in epochs:
-        norms: Norms = []
-        optimizer.zero_grad(set_to_none=True)
-        for i, (inputs, labels) in enumerate(batches):
-            loss = cross_entropy(model(inputs), labels) / steps
-            loss.backward()
-            if (i + 1) % steps == 0:
-                if clip_norm is not None:
-                    norms.append(clip_grad_norm_(model.parameters(), clip_norm))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-        yield norms
+    norms = []
+    optimizer.zero_grad(set_to_none=True)
+    for i, (inputs, labels) in enumerate(batches):
+        loss = cross_entropy(model(inputs), labels) / steps
+        loss.backward()
+        if (i + 1) % steps == 0:
+            if clip_norm is not None:
+                norms.append(clip_grad_norm_(model.parameters(), clip_norm))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return norms
 
 
 def bigbatch_loop(
-    model: nn.Module, optimizer: Optimizer, epochs: Iterable[MicroBatches], steps: int, clip_norm: float | None
-) -> Iterator[Norms]:
+    model: nn.Module, optimizer: Optimizer, batches: MicroBatches, steps: int, clip_norm: float | None
+) -> list[Tensor]:
     """Accumulate with an `Accumulator`: every sample counts once, and the last window is a window."""
     accumulator = Accumulator(model, optimizer, steps=steps, clip_norm=clip_norm)
-    for batches in epochs:
-        norms: Norms = []
-        for inputs, labels in accumulator.over(batches):
-            update = accumulator.backward(cross_entropy(model(inputs), labels))
-            if update is not None and update.grad_norm is not None:
-                norms.append(update.grad_norm)
-        yield norms
+    norms = []
+    for inputs, labels in accumulator.over(batches):
+        update = accumulator.backward(cross_entropy(model(inputs), labels))
+        if update is not None and update.grad_norm is not None:
+            norms.append(update.grad_norm)
+    return norms
 
 
 @dataclass(frozen=True)
@@ -112,32 +110,31 @@ class Recipe:
 class Task:
     """The samples, the first weights and the order of the samples: equal for all arms of a seed."""
 
+    recipe: Recipe
     inputs: Tensor
     labels: Tensor
-    validation_inputs: Tensor
-    validation_labels: Tensor
     model: nn.Module
-    orders: tuple[Tensor, ...]
+    orders: tuple[Tensor, ...]  # of the samples to train on, which come before those to validate on
 
     @classmethod
-    def of(cls, recipe: Recipe, seed: int, epochs: int) -> "Task":
+    def of(cls, recipe: Recipe, seed: int) -> "Task":
         """Draw everything from one seed, in float64, where rounding cannot hide a wrong weight."""
         generator = torch.Generator().manual_seed(seed)
-        total, split = recipe.samples + recipe.validation, recipe.samples
+        total = recipe.samples + recipe.validation
         inputs = torch.randn(total, recipe.features, generator=generator, dtype=torch.float64)
         labels = recipe.labels(inputs, generator)
         with torch.random.fork_rng(devices=[]):  # layers draw from the global generator
             torch.manual_seed(seed)
             model = nn.Linear(recipe.features, recipe.classes, dtype=torch.float64)
-        orders = tuple(torch.randperm(split, generator=generator) for _ in range(epochs))
-        return cls(inputs[:split], labels[:split], inputs[split:], labels[split:], model, orders)
+        orders = tuple(torch.randperm(recipe.samples, generator=generator) for _ in range(recipe.epochs))
+        return cls(recipe, inputs, labels, model, orders)
 
-    def start(self, recipe: Recipe, arm: Arm) -> tuple[nn.Module, Optimizer]:
+    def start(self, arm: Arm) -> tuple[nn.Module, Optimizer]:
         """Return a model and the recipe's optimizer, at the recipe's rate or carried over to the big batch."""
         model = copy.deepcopy(self.model)
-        optimizer = recipe.make_optimizer(model.parameters())
+        optimizer = self.recipe.make_optimizer(model.parameters())
         if arm.rescaled:
-            scale_lr(optimizer, recipe.micro_batch, recipe.batch)
+            scale_lr(optimizer, self.recipe.micro_batch, self.recipe.batch)
         return model, optimizer
 
     def micro_batches(self, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -147,9 +144,9 @@ class Task:
     @torch.no_grad()
     def validate(self, model: nn.Module) -> tuple[float, float]:
         """Return loss and accuracy on samples that were not trained on."""
-        logits = model(self.validation_inputs)
-        accuracy = (logits.argmax(dim=1) == self.validation_labels).double().mean()
-        return cross_entropy(logits, self.validation_labels).item(), accuracy.item()
+        logits, labels = model(self.inputs[self.recipe.samples :]), self.labels[self.recipe.samples :]
+        accuracy = (logits.argmax(dim=1) == labels).double().mean()
+        return cross_entropy(logits, labels).item(), accuracy.item()
 
 
 def _sum_above_zero(inputs: Tensor, _: torch.Generator) -> Tensor:

@@ -1,25 +1,14 @@
 """A page: HTML elements that escape what they hold, plots as inline SVG, and the frame. Reading it fetches nothing."""
 
-import re
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
 from importlib import metadata, resources
-from io import StringIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from bigbatch.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _VOID = frozenset({"meta", "br", "hr"})
 # A page that was mailed or put on a server fetches nothing, whatever a name in it says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_WIDTH = 8.0  # inches of a plot
-_NEEDLESS = re.compile(r'<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
+_LEFT, _LONGEST, _WIDTH, _ROW = 70, 400, 640, 26  # of a plot: where bars begin, how long and how far apart they are
 
 
 class Html(str):
@@ -53,8 +42,8 @@ def paragraphs(sentences: Iterable[str]) -> Html:
 
 
 def section(heading: str, *parts: str, kind: str | None = None) -> Html:
-    """Return a part of the page under a heading."""
-    return element("section", element("h2", heading), *parts, class_=kind)
+    """Return a part of the page under a heading; nothing where it has no parts."""
+    return element("section", element("h2", heading), *parts, class_=kind) if any(parts) else Html()
 
 
 def table(
@@ -63,7 +52,7 @@ def table(
     """Return a table whose first column names its rows; `marks` are classes of rows."""
     body = [
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]), class_=mark)
-        for row, mark in zip(rows, marks or [None] * len(rows), strict=True)
+        for row, mark in zip(rows, marks, strict=True)
     ]
     whole = element(
         "table",
@@ -75,56 +64,40 @@ def table(
     return element("div", whole, class_="scrolls", tabindex="0", role="region", aria_label=caption)
 
 
-def opening(kicker: str, title: str, lead: str, *, verdict: str, good: bool) -> Html:
-    """Return what a page begins with: what it is, of what, and its answer."""
-    badge = [element("span", verdict, class_=f"badge {'good' if good else 'bad'}"), " "] if verdict else []
-    lines = [element("p", kicker, class_="kicker"), element("h1", title), element("p", *badge, lead, class_="lead")]
-    return element("header", *lines)
-
-
-def check_page(to: Path) -> None:
-    """Raise where no page can be drawn or written, before anything is measured for it."""
-    if to.is_dir() or not to.parent.is_dir():
-        raise ConfigurationError(f"--html {to}: name a file in a folder that exists.", fix="--html page.html")
-    try:
-        import matplotlib.figure  # noqa: F401, PLC0415 - an extra's, and slow to import
-    except ImportError as error:
-        raise ConfigurationError(
-            "--html draws its plots with matplotlib, which is not installed.", fix="pip install 'bigbatch[html]'"
-        ) from error
-
-
-def figure(draw: "Callable[[Axes], None]", *, name: str, height: float, says: str, caption: str) -> Html:
-    """Return a plot.
+def bars(
+    rows: Sequence[tuple[str, float, str]],
+    *,
+    caption: str,
+    marks: Sequence[str | None],
+    limits: Sequence[tuple[str, float]] = (),
+) -> Html:
+    """Return a plot: a bar for each row of its label, its value and that as text.
 
     Args:
-        draw: draws into axes.
-        name: unlike that of any other plot on the page.
-        height: in inches.
-        says: what the plot shows, for who cannot see it.
-        caption: stands below it.
+        rows: from top to bottom.
+        caption: says what the bars are; it stands below them.
+        marks: classes of rows.
+        limits: names and values of lines across all bars.
     """
-    import matplotlib as mpl  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415 - not pyplot, which keeps figures and picks a window system
-
-    written = StringIO()
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}  # words stay words, to be found
-    with warnings.catch_warnings(), mpl.rc_context(settings):
-        warnings.simplefilter("ignore")  # of letters that matplotlib's own typeface lacks: the page's will have them
-        drawing = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(drawing.subplots())
-        drawing.legend(loc="outside upper left", ncols=2, frameon=False)
-        drawing.savefig(written, format="svg", transparent=True)
-    svg = written.getvalue()
-    head = svg.index(">", svg.index("<svg"))
-    box = re.search(r'viewBox="([^"]+)"', svg[:head])
-    content = Html(_NEEDLESS.sub("", svg[head + 1 : svg.rindex("</svg>")]).strip())
-    plot = element("svg", content, class_="plot", viewBox=box[1] if box else None, role="img", aria_label=says)
+    scale = _LONGEST / max([value for _, value, _ in rows] + [value for _, value in limits])
+    bottom, drawn = _ROW * len(rows), list[Html]()
+    for number, ((label, value, text), mark) in enumerate(zip(rows, marks, strict=True)):
+        top, length = _ROW * number, scale * value
+        bar = element("rect", x=str(_LEFT), y=str(top + 4), width=f"{length:.1f}", height=str(_ROW - 8))
+        name = element("text", label, x=str(_LEFT - 8), y=str(top + 18), text_anchor="end")
+        said = element("text", text, x=f"{_LEFT + length + 8:.1f}", y=str(top + 18))
+        drawn.append(element("g", name, bar, said, class_=mark))
+    for number, (label, value) in enumerate(limits):
+        x, y = f"{_LEFT + scale * value:.1f}", str(bottom + 18 * (number + 1))
+        drawn += [element("line", x1=x, x2=x, y1="0", y2=y), element("text", label, x=x, y=y, dx="6")]
+    says = f"{caption} {'; '.join(f'{label}: {text}' for label, _, text in rows)}."
+    box = f"0 0 {_WIDTH} {bottom + 18 * len(limits) + 6}"
+    plot = element("svg", *drawn, class_="plot", viewBox=box, role="img", aria_label=says)
     return element("figure", element("div", plot, class_="scrolls"), element("figcaption", caption))
 
 
-def page(title: str, *parts: str) -> str:
-    """Return the document."""
+def page(name: str, command: str, lead: str, *parts: str, verdict: str, good: bool) -> str:
+    """Return the document: what it is of, the answer, and its parts."""
     style = (resources.files("bigbatch.report") / "style.css").read_text(encoding="utf-8")
     head = element(
         "head",
@@ -132,11 +105,14 @@ def page(title: str, *parts: str) -> str:
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", title),
+        element("title", f"{name}: {command}"),
         element("style", Html(style)),
     )
-    day = datetime.now(timezone.utc).date().isoformat()
+    badge = element("span", verdict, class_=f"badge {'good' if good else 'bad'}")
+    opening = element("p", command, class_="kicker"), element("h1", name), element("p", badge, " ", lead, class_="lead")
     versions = (f"{package} {metadata.version(package)}" for package in ("bigbatch", "torch"))
+    day = datetime.now(timezone.utc).date().isoformat()
     made = f"Made with {' and '.join(versions)} on {day}. This page fetches nothing."
-    body = element("body", element("main", *parts), element("footer", element("p", made)))
+    main = element("main", element("header", *opening), *parts)
+    body = element("body", main, element("footer", element("p", made)))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"

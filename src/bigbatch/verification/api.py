@@ -15,10 +15,9 @@ from bigbatch.state.scope import asked_aside
 from bigbatch.state.snapshot import untouched
 from bigbatch.verification.comparison import compare, name_of
 from bigbatch.verification.diagnosis import Diagnosis
-from bigbatch.verification.loop_recorder import TrainWindow
-from bigbatch.verification.model_copy import ModelCopy
+from bigbatch.verification.model_copy import ModelCopy, TrainWindow, first_line
 from bigbatch.verification.result import Verification
-from bigbatch.verification.runner import Runner, Strategy, first_line
+from bigbatch.verification.runner import Runner
 from bigbatch.verification.weights import count_all
 
 _LEAST = 2  # samples: two micro-batches of one
@@ -75,23 +74,25 @@ def verify(
             raise ConfigurationError(f"{name} must be {what}.", found=type(given).__name__, fix=fix)
     whole, own = Batch.of(batch, collate=options.collate), ModelCopy(model)
     size = _checked_size(micro_batch_size, whole.size)
-    strategy = Strategy("train_window" if train_window else "BigStep", options, train_window)
-    samples, wide = whole.size, True
+    halves = [whole.size >> times for times in range(whole.size.bit_length() - 1)]  # down to two samples, or three
+    attempts = [(samples, wide) for wide in (True, False) for samples in halves]  # at last without float64
+    failed: Exception = MemoryError()
     with untouched(models), torch.enable_grad(), asked_aside():
-        while True:  # on all samples, or, out of memory, on half of them, and so on; at last without float64
-            part = whole if samples == whole.size else whole.only(range(samples))
-            at_once = size if samples == whole.size else min(size, samples // 2)
+        for samples, wide in attempts:
+            is_whole = samples == whole.size
+            part = whole if is_whole else whole.only(range(samples))
+            at_once = size if is_whole else min(size, samples // 2)
             try:
-                return _verification(Runner(own, loss_fn, part, at_once, strategy), whole.size, wide=wide)
+                runner = Runner(own, loss_fn, part, at_once, options=options, train_window=train_window)
+                return _verification(runner, whole.size, wide=wide)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 let_go(error, told=True)
-                if samples <= _LEAST and not wide:
-                    problem = f"out of memory with two samples; {missing(error)}. The model is unchanged."
-                    fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
-                    raise OutOfMemory(problem, fix=fix) from error
-            samples, wide = (samples // 2, wide) if samples > _LEAST else (whole.size, False)
+                failed = error
+    problem = f"out of memory with two samples; {missing(failed)}. The model is unchanged."
+    fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
+    raise OutOfMemory(problem, fix=fix) from failed
 
 
 def _is_function(given: object) -> bool:
@@ -120,7 +121,7 @@ def _verification(runner: Runner, samples: int, *, wide: bool) -> Verification:
     causes = Diagnosis(runner, compared).causes()
     exact = all(each.exact for each in compared.differences) and not causes and runner.refused is None
     counts = (counts for name, counts in count_all(runner).items() if not name.endswith("!= 0).sum()"))  # 0: a class?
-    if exact and runner.is_loop and all(len(set(each)) == 1 for each in counts):
+    if exact and runner.train_window and all(len(set(each)) == 1 for each in counts):
         text = f"All {len(runner.sizes):,} micro-batches count the same, which hides a loop that weights them wrong. "
         notes.append(f"{text}Take a micro_batch_size that does not divide the batch as well.")
     return Verification(
@@ -132,7 +133,7 @@ def _verification(runner: Runner, samples: int, *, wide: bool) -> Verification:
         micro_batches=tuple(compared.window.sizes or runner.sizes),
         dtype=dtype,
         loss=(compared.whole.loss, compared.window.loss),
-        accumulated_by=runner.strategy.name,
+        accumulated_by="train_window" if runner.train_window else "samples" if runner.by_samples else "BigStep",
         refused="" if runner.refused is None else first_line(runner.refused),
         notes=tuple(dict.fromkeys(notes)),
     )

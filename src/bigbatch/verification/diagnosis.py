@@ -7,7 +7,6 @@ which micro-batches add up. Each thing is a cause if a difference goes away with
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from bigbatch.errors import BigBatchError, CoupledLoss, LossError
 from bigbatch.options import Options
-from bigbatch.verification.comparison import Compared, name_of
-from bigbatch.verification.loop_recorder import LoopRecord
+from bigbatch.verification.comparison import FAR, Compared, Gap, is_zero, name_of, overall, relative
+from bigbatch.verification.model_copy import Gradients, LoopRecord, first_line
 from bigbatch.verification.result import OUTSIDE, Cause, cause, listed, number
-from bigbatch.verification.runner import Runner, Strategy, first_line
+from bigbatch.verification.runner import Runner
 from bigbatch.verification.suspects import LOOKS, NOTHING, OUTPUTS, PLACE, Off, coupling_place, irreproducible_place
-from bigbatch.verification.tolerance import FAR, Comparison, Gradients, is_zero, overall, relative
 from bigbatch.verification.weights import Fit, fit, mistakes, near, proportion, sampled
 
 _ELSEWHERE = 100  # times the residual of a fit: what a fit to other gradients may leave
@@ -33,10 +31,9 @@ class Diagnosis:
     """Looks for the causes of one difference."""
 
     def __init__(self, runner: Runner, compared: Compared) -> None:
-        """Turn nothing off yet."""
         self._runner, self._tolerance, self._before = runner, compared.tolerance, compared.gap
         self._differences, self._record = compared.differences, compared.window.record
-        self._strategy, self._off, self._rest = runner.strategy, NOTHING, compared.gap
+        self._rest = compared.gap  # what is left with all off that was turned off so far
 
     def causes(self) -> list[Cause]:
         """Find them; in an equal gradient, what the model's own dtype loses."""
@@ -68,7 +65,6 @@ class Diagnosis:
             weights = fit(sampled(truth), list(map(sampled, runner.per_micro_batch()))).weights
             runner.dtype = None
             after = overall(relative(runner.weighted(weights), truth))
-            runner.dtype = torch.float64
             if found > _MORE * after:
                 text = f"{said}; the same micro-batches, added up in float64: {number(after)}"
                 return [cause("precision", f"{short} gradients", text)]
@@ -78,7 +74,7 @@ class Diagnosis:
     def _by_experiment(self) -> list[Cause]:
         """Find the causes in the loop's steps, in the model, in the weights; `unknown` is what is left."""
         runner = self._runner
-        found = [] if self._record is None else self._of_loop(self._record)
+        found = [] if self._record is None else list(self._of_loop(self._record))
         found += self._of_model()
         if self._is_gone(self._rest):
             return found
@@ -86,119 +82,107 @@ class Diagnosis:
         if isinstance(runner.refused, CoupledLoss):  # weights that happen to fit are no cause
             text = f"BigStep raises: {first_line(runner.refused).rstrip('.')}"
             of_weights = [each for each in of_weights if each.where] or [cause("coupled-samples", OUTSIDE, text)]
-        if not of_weights:
-            text = f"with all that is known turned off, a difference of {number(self._rest.overall)} is left"
-            of_weights = [cause("unknown", "", text)]
-        return [*found, *of_weights]
+        text = f"with all that is known turned off, a difference of {number(self._rest.overall)} is left"
+        return [*found, *(of_weights or [cause("unknown", "", text)])]
+
+    def _of_loop(self, record: LoopRecord) -> Iterator[Cause]:
+        """Look at what a loop did to its gradients before they were whole; from here on that has no effect."""
+        runner, before = self._runner, self._before
+        if runner.clips:
+            runner.clips = False
+            self._rest = Gap(runner.accumulated().gradients, before.truth)
+            if not self._tolerance.is_negligible(relative(self._rest.found, before.found)):  # a norm that is reached
+                text = f"gradients were clipped {record.clipped} times in the window; without it, the difference of "
+                text += f"{number(before.overall)} is {number(self._rest.overall)}"
+                yield cause("clipping", record.clipped_by, text)
+        if record.most_steps > 1:
+            runner.adds_steps = True
+            self._rest = Gap(runner.accumulated().gradients, before.truth)
+            text = f"the optimizer stepped {record.most_steps} times in the window"
+            text += ": once with the right gradient, and on" if self._is_gone(before) else ""
+            yield cause("stepped-inside", "optimizer.step", text, steps=len(runner.sizes))
 
     def _of_model(self) -> Iterator[Cause]:
         """Turn off what is in the model, one thing after another, until the difference is gone."""
-        runner, self._rest = self._runner, self._compared(NOTHING)
-        is_exact = self._strategy.name == "BigStep" and self._strategy.options.batch_norm == "exact"
+        runner = self._runner
+        is_exact = not runner.train_window and not runner.by_samples and runner.options.batch_norm == "exact"
         for look in LOOKS:
             seen = None if self._is_gone(self._rest) else runner.attempt(partial(look, runner), None)
-            off = self._off if seen is None else self._off | {seen.kind}
-            after = None if seen is None else runner.attempt(partial(self._compared, off), None)
-            if seen is None or after is None:
+            if seen is None:
                 continue
-            before, self._rest, self._off = self._rest, after, off
+            before, off = self._rest, runner.off
+            runner.off |= {seen.kind}
+            after = runner.attempt(lambda: Gap(runner.accumulated().gradients, runner.whole().gradients), None)
+            if after is None:
+                runner.off = off
+                continue
+            self._rest = after
             added = {name: g - after.found[name] + after.truth[name] for name, g in before.found.items()}
-            gone = Comparison(added, before.truth)  # the part of the difference that has gone with it
+            gone = Gap(added, before.truth)  # the part of the difference that has gone with it
             if not self._is_gone(gone) and not (is_exact and seen.kind == "batch-norm"):
                 text = f"{seen.evidence}; turned off, a difference of {number(gone.overall)} goes away"
                 where = listed(list(map(runner.model.called, seen.names)))
                 yield cause(seen.kind, where, text, first=seen.names[0])
 
-    def _is_gone(self, compared: Comparison) -> bool:
-        return self._tolerance.is_negligible(compared.differences)
-
-    def _compared(self, off: Off) -> Comparison:
-        """Run both sides with something turned off."""
-        if not off and self._strategy is self._runner.strategy:
-            return self._before
-        found = self._runner.accumulated(off, self._strategy).gradients
-        return Comparison(found, self._runner.whole(off).gradients)
-
-    def _of_loop(self, record: LoopRecord) -> list[Cause]:
-        """Look at what a loop did to its gradients before they were whole; from here on that has no effect."""
-        found, before = list[Cause](), self._before
-        if self._strategy.clips:
-            self._strategy = replace(self._strategy, clips=False)
-            after = self._compared(NOTHING)
-            if not self._tolerance.is_negligible(relative(after.found, before.found)):  # a norm that is reached
-                text = f"gradients were clipped {record.clipped} times in the window; without it, the difference of "
-                text += f"{number(before.overall)} is {number(after.overall)}"
-                found.append(cause("clipping", record.clipped_by, text))
-        if record.most_steps > 1:
-            self._strategy = replace(self._strategy, adds_steps=True)
-            text = f"the optimizer stepped {record.most_steps} times in the window"
-            text += ": once with the right gradient, and on" if self._is_gone(before) else ""
-            found.append(cause("stepped-inside", "optimizer.step", text, steps=len(self._runner.sizes)))
-        return found
+    def _is_gone(self, gap: Gap) -> bool:
+        return self._tolerance.is_negligible(gap.differences)
 
     def _of_weights(self) -> list[Cause]:
         """Return what explains the rest of the difference: the terms of the loss, or the weights of a loop."""
         runner, limit = self._runner, 10 * self._tolerance.loose
-        each = list(runner.per_micro_batch(self._off))
+        each = list(runner.per_micro_batch())
         parts = list(map(sampled, each))
-        empty = [str(place) for place, part in enumerate(parts, 1) if not part.isfinite().all()]
-        if empty:
+        if empty := [str(place) for place, part in enumerate(parts, 1) if not part.isfinite().all()]:
             text = f"micro-batch {listed(empty)} of {len(parts)} has no finite gradient: a mean over nothing"
             return [cause("wrong-count", OUTSIDE, text, count="count.clamp(min=1)")]
-        alone = self._of_parameters_alone(self._off)
+        alone = self._of_parameters_alone()
         used, right = (fit(sampled(side), parts, alone) for side in (self._rest.found, self._rest.truth))
         if right.residual <= limit and self._hold_elsewhere(right, _ELSEWHERE * limit):
-            if used.residual > limit:
-                return self._of_clamped()
-            return list(mistakes(self._runner, used, right, has_alone=alone is not None))
+            fits = used.residual <= limit
+            return list(mistakes(runner, used, right, has_alone=alone is not None)) if fits else self._of_clamped()
         text = "how micro-batches add up changes with the model's own weights, as for a root or a logarithm of a mean"
         if right.residual > limit:
-            if counts := self._of_several_counts(each, limit):
-                return counts
+            if self._has_several_counts(each, limit):
+                text = "the loss has several terms, averaged over different things, "
+                text += "which no one weight per micro-batch fits"
+                return [cause("wrong-count", OUTSIDE, text, count="its own count")]
             text = "no weights of micro-batches add up to the big batch's gradient: samples are compared"
-        where = runner.attempt(partial(coupling_place, runner, self._off, self._tolerance.loose), OUTSIDE)
+        where = runner.attempt(lambda: coupling_place(runner, self._tolerance.loose), OUTSIDE)
         if where == OUTSIDE and math.isinf(right.residual):
             return []
         by_samples = Fit(tuple(size / runner.batch.size for size in runner.sizes))  # what a loop may have meant
-        beside = [] if used.residual > limit else mistakes(self._runner, used, by_samples)
+        beside = mistakes(runner, used, by_samples) if used.residual <= limit else ()
         return [cause("coupled-samples", where, text), *beside]
 
-    def _of_parameters_alone(self, off: Off) -> Tensor | None:
+    def _of_parameters_alone(self, also: Off = NOTHING) -> Tensor | None:
         """Return the gradient of terms that no sample is in; None where there are none."""
         try:
-            alone = self._runner.whole(off | OUTPUTS).gradients
+            alone = self._runner.whole(also | OUTPUTS).gradients
         except LossError:  # no graph is left
             return None
         return None if is_zero(alone) else sampled(alone)
 
     def _hold_elsewhere(self, right: Fit, limit: float) -> bool:
         """Whether the right weights are right at other weights of the model, too: where they are counts, they are."""
-        off = self._off | PLACE
-        truth, alone = sampled(self._runner.whole(off).gradients), self._of_parameters_alone(off)
-        found = sampled(self._runner.weighted(right.weights, off))
+        truth, alone = sampled(self._runner.whole(PLACE).gradients), self._of_parameters_alone(PLACE)
+        found = sampled(self._runner.weighted(right.weights, PLACE))
         found = found if alone is None else found + right.alone * alone
         return not float((found - truth).norm()) > limit * float(truth.norm())
 
-    def _of_several_counts(self, each: Sequence[Gradients], limit: float) -> list[Cause]:
-        """Perhaps each term of the loss has its own count: BigStep reads them, or parameters show them apart."""
-        truth, options, own = self._rest.truth, Options(check=False, batch_norm="micro"), {"": math.inf}
+    def _has_several_counts(self, each: Sequence[Gradients], limit: float) -> bool:
+        """Whether each term of the loss has its own count: BigStep reads them, or parameters show them apart."""
+        truth = self._rest.truth
         with suppress(BigBatchError):
-            own = relative(self._runner.accumulated(self._off, Strategy("BigStep", options)).gradients, truth)
-        if not self._tolerance.is_negligible(own):
-            of_each = [
-                fit(sampled({name: g}), [sampled({name: part[name]}) for part in each]) for name, g in truth.items()
-            ]
-            means = [one.weights for one in of_each if one.residual <= limit and near(sum(one.weights), 1.0, 1e-3)]
-            if len({proportion(weights) for weights in means if min(weights) >= 0}) < 2:  # noqa: PLR2004
-                return []
-        text = "the loss has several terms, averaged over different things, which no one weight per micro-batch fits"
-        return [cause("wrong-count", OUTSIDE, text, count="its own count")]
+            own = self._runner.by_big_step(Options(check=False, batch_norm="micro")).gradients
+            if self._tolerance.is_negligible(relative(own, truth)):
+                return True
+        of_each = [fit(sampled({name: g}), [sampled({name: part[name]}) for part in each]) for name, g in truth.items()]
+        means = [one.weights for one in of_each if one.residual <= limit and near(sum(one.weights), 1.0, 1e-3)]
+        return len({proportion(weights) for weights in means if min(weights) >= 0}) > 1
 
     def _of_clamped(self) -> list[Cause]:
         """A gradient that was clipped by value has many elements of one size, and none that are larger."""
         sizes = sampled(self._rest.found).abs()
         limit, there = float(sizes.max()), int((sizes == sizes.max()).sum())
-        if there <= _BY_CHANCE or not limit:
-            return []
         text = f"no element of the gradient is beyond {limit:.3g}, which {there} are at: it was clipped by value"
-        return [cause("clipping", "clipping by value", text)]
+        return [cause("clipping", "clipping by value", text)] if there > _BY_CHANCE and limit else []

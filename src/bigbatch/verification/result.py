@@ -8,8 +8,8 @@ from typing import Any
 
 from bigbatch.errors import ConfigurationError, GradientsDiffer
 from bigbatch.planner.plan_report import aligned
-from bigbatch.verification.tolerance import EXACT
 
+EXACT = 1e-12  # relative, in float64: what counts as equal whatever the rounding
 OUTSIDE = "loss_fn"  # the place of what happens where no module runs
 # Of each kind, what to type.
 ADVICE = {
@@ -68,9 +68,7 @@ class Difference:
     @property
     def tolerance(self) -> float:
         """How far apart two roundings of this gradient may be."""
-        if math.isnan(self.exact_difference):
-            return _FACTOR * self.own_floor
-        return max(EXACT, _FACTOR * self.exact_floor)
+        return _FACTOR * self.own_floor if math.isnan(self.exact_difference) else max(EXACT, _FACTOR * self.exact_floor)
 
     @property
     def excess(self) -> float:
@@ -95,7 +93,6 @@ class Cause:
     remedy: str  # what to type
 
     def __str__(self) -> str:
-        """Say what it is, where, the evidence and what to type."""
         where = f" at {self.where}" if self.where else ""
         return f"{self.kind}{where}\n{self.found}\n{self.remedy}".rstrip()
 
@@ -163,7 +160,6 @@ class Verification:
         return {**plain, "worst": self.worst.name}
 
     def __str__(self) -> str:
-        """Show the largest differences, the verdict and the causes; lines are as long as they are."""
         lines = aligned([header(self.dtype), *map(row, self.worst_first[:_ROWS])])
         left = len(self.differences) - _ROWS
         lines += [f"and {left:,} more, each closer to the big batch's"] if left > 0 else []

@@ -6,9 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,16 @@ from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import devices_of
-from bigbatch.verification.loop_recorder import LoopRecord, TrainWindow
-from bigbatch.verification.model_copy import ModelCopy
+from bigbatch.verification.model_copy import (
+    Gradients,
+    LoopRecord,
+    ModelCopy,
+    TrainWindow,
+    add,
+    first_line,
+    read_gradients,
+)
 from bigbatch.verification.suspects import NOTHING, Off, turn_off
-from bigbatch.verification.tolerance import Gradients, add, read_gradients
 
 LossFunction = Callable[[Any, Any], Any]
 Found = TypeVar("Found")
@@ -42,28 +48,28 @@ class Accumulated(NamedTuple):
     record: LoopRecord | None = None
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """A way to accumulate: by BigStep, weighted by samples for what BigStep refuses, or by a loop of the user's."""
-
-    name: Literal["BigStep", "samples", "train_window"]
-    options: Options
-    train_window: TrainWindow | None = None
-    clips: bool = False  # whether a loop's own clipping has an effect
-    adds_steps: bool = False  # whether the gradients of all of a loop's steps count, instead of the first one's
-
-
 class Runner:
-    """All runs of a verification."""
+    """All runs of a verification, and how a window is accumulated in them: by BigStep, or by a loop of the user's."""
 
     def __init__(
-        self, model: ModelCopy, loss_fn: LossFunction | None, batch: Batch, size: int, strategy: Strategy
+        self,
+        model: ModelCopy,
+        loss_fn: LossFunction | None,
+        batch: Batch,
+        size: int,
+        *,
+        options: Options,
+        train_window: TrainWindow | None,
     ) -> None:
         """Run nothing yet; `size` is the most samples of a micro-batch."""
-        self.model, self.batch, self.size, self.strategy = model, batch, size, strategy
-        self.is_loop = strategy.train_window is not None
+        self.model, self.batch, self.size = model, batch, size
+        self.options, self.train_window = options, train_window
         every, rest = divmod(batch.size, size)  # a loader has full ones and a short last one
-        self.sizes = [size] * every + [rest] * bool(rest) if self.is_loop else balanced(batch.size, size)
+        self.sizes = [size] * every + [rest] * bool(rest) if train_window else balanced(batch.size, size)
+        self.by_samples = False  # weighted by samples: what BigStep refuses, checked or not
+        self.clips = False  # whether a loop's own clipping has an effect
+        self.adds_steps = False  # whether the gradients of all of a loop's steps count, instead of the first one's
+        self.off = NOTHING
         self.has_loss_fn = loss_fn is not None
         self.dtype: torch.dtype | None = None  # what to run in; None: the model's own
         self.autocast: torch.dtype | None = None  # of the big batch in the model's own dtype: what a loop uses
@@ -108,27 +114,26 @@ class Runner:
         ends = zip(accumulate(self.sizes), self.sizes, strict=True)
         return [self.take(slice(end - size, end)) for end, size in ends]
 
-    def whole(self, off: Off = NOTHING, *, order: Sequence[int] | None = None, factor: float = 1.0) -> Accumulated:
+    def whole(self, also: Off = NOTHING, *, order: Sequence[int] | None = None, factor: float = 1.0) -> Accumulated:
         """Run the big batch, its loss times a `factor`, which is taken out again."""
-        with self.copy(off, ahead=False) as model:
+        with self.copy(also, ahead=False) as model:
             loss = self._loss(model.model, self.take(slice(0, self.batch.size) if order is None else order))
             loss.backward(torch.full_like(loss, factor))
             return Accumulated(read_gradients(model.parameters, 1 / factor), float(loss.detach()))
 
-    def accumulated(self, off: Off = NOTHING, strategy: Strategy | None = None) -> Accumulated:
-        """Run a window, by the strategy that is verified or by another."""
-        strategy = strategy or self.strategy
-        if strategy.name == "samples":
-            return Accumulated(self.weighted([size / self.batch.size for size in self.sizes], off))
-        with self.copy(off) as model:
-            if strategy.train_window is None:
-                return self._by_big_step(strategy.options, model)
-            record = LoopRecord(model, self.model, undo_clipping=not strategy.clips)
-            record.run(strategy.train_window, self.micro_batches())
-            gradients = record.over_all_steps if strategy.adds_steps else record.gradients
+    def accumulated(self) -> Accumulated:
+        """Run a window."""
+        if self.by_samples:
+            return Accumulated(self.weighted([size / self.batch.size for size in self.sizes]))
+        if self.train_window is None:
+            return self.by_big_step(self.options)
+        with self.copy() as model:
+            record = LoopRecord(model, self.model, undo_clipping=not self.clips)
+            record.run(self.train_window, self.micro_batches())
+            gradients = add([record.left, *record.stepped]) if self.adds_steps else record.gradients
             return Accumulated(gradients, record.loss, record=record)
 
-    def _by_big_step(self, options: Options, model: ModelCopy) -> Accumulated:
+    def by_big_step(self, options: Options) -> Accumulated:
         """Have a BigStep make the gradient; what it raises comes out."""
         sizes: list[int] = []
 
@@ -142,26 +147,26 @@ class Runner:
             batch = self.take(slice(0, self.batch.size))
         else:
             options = replace(options, collate=lambda some: self._cloned(collate(some)))
-        optimizer = torch.optim.SGD(model.parameters.values(), lr=0.0)
-        with warnings.catch_warnings():
+        with self.copy() as model, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what BigStep cannot see is compared here
+            optimizer = torch.optim.SGD(model.parameters.values(), lr=0.0)
             step = BigStep(model.model, optimizer, loss_fn, micro_batch_size=self.size, options=options)
             update = step.gradients(batch)
-        loss = float(update.loss) if update.loss_is_exact else math.nan
-        return Accumulated(read_gradients(model.parameters), loss, tuple(sizes[-update.micro_batches :]))
+            loss = float(update.loss) if update.loss_is_exact else math.nan
+            return Accumulated(read_gradients(model.parameters), loss, tuple(sizes[-update.micro_batches :]))
 
-    def per_micro_batch(self, off: Off = NOTHING) -> Iterator[Gradients]:
+    def per_micro_batch(self, also: Off = NOTHING) -> Iterator[Gradients]:
         """Run the micro-batches one after the other, as a loop does; return each one's own gradient."""
-        with self.copy(off) as model:
+        with self.copy(also) as model:
             for batch in self.micro_batches():
                 self._loss(model.model, batch).backward()
                 yield read_gradients(model.parameters)
                 for p in model.parameters.values():
                     p.grad = None
 
-    def weighted(self, weights: Sequence[float], off: Off = NOTHING) -> Gradients:
+    def weighted(self, weights: Sequence[float], also: Off = NOTHING) -> Gradients:
         """Add the micro-batches up by given weights, in float64."""
-        every = zip(weights, self.per_micro_batch(off), strict=True)
+        every = zip(weights, self.per_micro_batch(also), strict=True)
         return add({name: weight * g for name, g in gradients.items()} for weight, gradients in every)
 
     def forward(self, model: ModelCopy, samples: int) -> None:
@@ -169,13 +174,16 @@ class Runner:
         self._loss_fn(model.model, self.take(slice(0, samples)))
 
     @contextmanager
-    def copy(self, off: Off = NOTHING, *, ahead: bool = True) -> Iterator[ModelCopy]:
-        """Return a copy of the model for a run; `ahead`: other random numbers are drawn than for the big batch."""
+    def copy(self, also: Off = NOTHING, *, ahead: bool = True) -> Iterator[ModelCopy]:
+        """Return a copy of the model for a run, with what is off turned off, and this, too.
+
+        `ahead`: other random numbers are drawn than for the big batch.
+        """
         lowered = self.autocast if self.dtype is None else None
         randomness = Randomness(self.devices)
         try:
             model = self.model.twin(self.dtype)
-            switched = turn_off(off, model)
+            switched = turn_off(self.off | also, model)
             if ahead:
                 _draw_ahead(self.devices)
             with switched, nullcontext() if lowered is None else torch.autocast(self.model.device.type, dtype=lowered):
@@ -184,17 +192,11 @@ class Runner:
             randomness.restore()
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
-        """Call the user's function, and raise for what is no loss."""
         loss: Any = self._loss_fn(model, batch)
         loss = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss  # noqa: PLR2004 - and extras
         arguments.loss(loss)
         found: Tensor = loss
         return found
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return str(error).strip().partition("\n")[0]
 
 
 def _draw_ahead(devices: frozenset[torch.device]) -> None:

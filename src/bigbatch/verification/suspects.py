@@ -3,8 +3,9 @@
 Random numbers, written state, BatchNorm; and modules that couple samples, which cannot be turned off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +27,6 @@ _HELD = 0.5  # what stands for every number that is drawn
 _MOVED = 0.1  # of a weight: how far away "elsewhere" is
 _CALM = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # arguments of kernels that drop
 
-Tensors = list[Tensor]
 Off: TypeAlias = frozenset[str]  # what is turned off: kinds of causes, and
 NOTHING: Off = frozenset()
 OUTPUTS: Off = frozenset({"the model's outputs are detached: what is left comes from parameters alone"})
@@ -40,11 +40,11 @@ def turn_off(off: Off, model: ModelCopy) -> AbstractContextManager[Any]:
             p.mul_(1 + _MOVED * torch.arange(p.numel(), device=p.device).cos().reshape(p.shape).to(p.dtype))
     for each in model.models if off & OUTPUTS else ():
         each.register_forward_hook(lambda _module, _args, output: _copy(output))
-    for module in dict.fromkeys(model.modules.values()):
+    for module in model.modules.values():
         if "batch-norm" in off and isinstance(module, BatchNorm):
             module.register_forward_pre_hook(_rest, prepend=True)
         elif "state" in off and not isinstance(module, BatchNorm):
-            module.register_forward_pre_hook(_restorer(module), prepend=True)
+            module.register_forward_pre_hook(partial(_restore, state_of(module)), prepend=True)
     if "randomness" not in off:
         return nullcontext()
     randomness = Randomness(devices_of(model.models))  # Python's and numpy's can only be repeated
@@ -61,11 +61,18 @@ def _rest(norm: Any, inputs: Any) -> None:
         norm.running_mean, norm.running_var = inputs[0].new_zeros(channels), inputs[0].new_ones(channels)
 
 
+def _restore(kept: dict[str, Any], module: nn.Module, _: object) -> None:
+    """Restore a module's own state, and not a whole model's: in lock-step all forwards begin before one ends."""
+    for name in state_of(module).keys() - kept.keys():
+        delattr(module, name)
+    for name, value in _copy(kept).items():
+        (module._buffers if name in module._buffers else vars(module))[name] = value  # noqa: SLF001
+
+
 class Held(TorchDispatchMode):
     """Makes every random number a constant, and has dropout drop nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
         del types
         if func is torch.ops.aten.detach.default and not isinstance(args[0], Tensor):
             return torch.tensor(args[0])  # a number in a graph, which torch hands to a mode as it is
@@ -77,10 +84,9 @@ class Held(TorchDispatchMode):
         if calm and (draws or isinstance(given.get("dropout_p", given.get("dropout")), float)):
             return func(**{**given, **calm})
         found = func(*args, **(kwargs or {}))
-        for each in tree_leaves(found) if draws else ():
-            if isinstance(each, Tensor):  # integers are 0
-                is_order = func.overloadpacket is torch.ops.aten.randperm
-                each.copy_(torch.arange(len(each), device=each.device)) if is_order else each.fill_(_HELD)
+        for each in _tensors(found) if draws else ():
+            is_order = func.overloadpacket is torch.ops.aten.randperm  # other integers are 0
+            each.copy_(torch.arange(len(each), device=each.device)) if is_order else each.fill_(_HELD)
         return found
 
 
@@ -100,17 +106,8 @@ def _copy(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _restorer(module: nn.Module) -> Callable[..., None]:
-    """Return a hook that restores a module's own state, not a model's: in lock-step all begin before one ends."""
-    kept = state_of(module)
-
-    def restore(module: nn.Module, _: object) -> None:
-        for name in state_of(module).keys() - kept.keys():
-            delattr(module, name)
-        for name, value in _copy(kept).items():
-            (module._buffers if name in module._buffers else vars(module))[name] = value  # noqa: SLF001
-
-    return restore
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class Suspect(NamedTuple):
@@ -123,13 +120,13 @@ class Suspect(NamedTuple):
 
 def random_numbers(runner: "Runner") -> Suspect | None:
     """Look for modules that draw random numbers in training."""
-    drew = list(dict.fromkeys(call.name for call in _recorded(runner, NOTHING, runner.batch.size) if call.draws))
+    drew = list(dict.fromkeys(call.name for call in _recorded(runner, runner.batch.size) if call.draws))
     return Suspect("randomness", drew, f"random numbers are drawn by {_listed(runner, drew)}") if drew else None
 
 
 def written_state(runner: "Runner") -> Suspect | None:
     """Look for buffers and attributes that a forward changes; not those of BatchNorm."""
-    with runner.copy(frozenset({"randomness"})) as model, torch.no_grad():
+    with runner.copy() as model, torch.no_grad():
         modules = {name: module for name, module in model.modules.items() if not isinstance(module, BatchNorm)}
         before = {name: state_of(module) for name, module in modules.items()}
         runner.forward(model, runner.batch.size)
@@ -151,21 +148,25 @@ def training_norms(runner: "Runner") -> Suspect | None:
     return Suspect("batch-norm", names, evidence) if names else None
 
 
-LOOKS = (random_numbers, written_state, training_norms)  # for what can be turned off, in the order that it hides others
+LOOKS: tuple[Callable[["Runner"], Suspect | None], ...] = (  # for what can be turned off; each hides those behind it
+    random_numbers,
+    written_state,
+    training_norms,
+)
 
 
 class _Call(NamedTuple):
     """A call of a module; what happens outside of all modules comes last, without tensors."""
 
     name: str
-    given: Tensors
-    returned: Tensors
+    given: list[Tensor]
+    returned: list[Tensor]
     draws: bool  # whether it draws random numbers
 
 
-def _recorded(runner: "Runner", off: Off, samples: int) -> list[_Call]:
+def _recorded(runner: "Runner", samples: int) -> list[_Call]:
     """Run the first samples; return the calls in the order of their ends."""
-    given: list[tuple[str, Tensors]] = [(OUTSIDE, [])]
+    given: list[tuple[str, list[Tensor]]] = [(OUTSIDE, [])]
     calls: list[_Call] = []
     drew: list[str] = []
 
@@ -176,27 +177,27 @@ def _recorded(runner: "Runner", off: Off, samples: int) -> list[_Call]:
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         look()
-        given.append((names[id(module)], _tensors((args, kwargs))))
+        given.append((names[id(module)], _tensors(_copy((args, kwargs)))))
 
-    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+    def leave(_module: nn.Module | None, _args: Any, output: Any) -> None:
         look()
         name, taken = given.pop()
-        calls.append(_Call(name, taken, _tensors(output), name in drew))
+        calls.append(_Call(name, taken, _tensors(_copy(output)), name in drew))
 
-    with runner.copy(off) as model, torch.no_grad():
-        names = {id(module): name for name, module in reversed(model.modules.items())}
+    with runner.copy() as model, torch.no_grad():
+        names = {id(module): name for name, module in model.modules.items()}
         marks = [Randomness(runner.devices)]
-        for module in dict.fromkeys(model.modules.values()):
+        for module in model.modules.values():
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
         runner.forward(model, samples)
-        look()
-    return [*calls, _Call(OUTSIDE, [], [], OUTSIDE in drew)]
+        leave(None, (), ())
+    return calls
 
 
-def coupling_place(runner: "Runner", off: Off, tolerance: float) -> str:
+def coupling_place(runner: "Runner", tolerance: float) -> str:
     """Return the first innermost module whose output for some samples depends on the others; else the loss."""
-    some, every = (_recorded(runner, off, samples) for samples in (runner.sizes[0], runner.batch.size))
+    some, every = (_recorded(runner, samples) for samples in (runner.sizes[0], runner.batch.size))
     for one, other in zip(some, every, strict=False):
         is_layer = one.name == other.name and all(each.dim() for each in one.returned)  # and returns no loss
         same = is_layer and _agree(one.given, other.given, tolerance)
@@ -205,7 +206,7 @@ def coupling_place(runner: "Runner", off: Off, tolerance: float) -> str:
     return OUTSIDE if runner.has_loss_fn else f"{runner.model.called('')}.forward"
 
 
-def _agree(some: Tensors, every: Tensors, tolerance: float) -> bool:
+def _agree(some: list[Tensor], every: list[Tensor], tolerance: float) -> bool:
     """Whether tensors are the beginnings of others, in every dimension."""
     for one, other in zip(some, every, strict=False):
         if one.dim() == other.dim() and all(a <= b for a, b in zip(one.shape, other.shape, strict=True)):
@@ -217,12 +218,8 @@ def _agree(some: Tensors, every: Tensors, tolerance: float) -> bool:
 
 def irreproducible_place(runner: "Runner") -> str:
     """Return the first module that returns something else in a second run of the same big batch, or "backward"."""
-    runs = zip(*(_recorded(runner, NOTHING, runner.batch.size) for _ in range(2)), strict=False)
+    runs = zip(*(_recorded(runner, runner.batch.size) for _ in range(2)), strict=False)
     return next((one.name or OUTSIDE for one, other in runs if not _is_same(one.returned, other.returned)), "backward")
-
-
-def _tensors(tree: Any) -> Tensors:
-    return [leaf for leaf in tree_leaves(_copy(tree)) if isinstance(leaf, Tensor)]
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -233,7 +230,6 @@ def _is_same(one: Any, other: Any) -> bool:
     )
 
 
-def _listed(runner: "Runner", names: Sequence[str]) -> str:
-    """Name modules with their classes."""
+def _listed(runner: "Runner", names: list[str]) -> str:
     kinds = {name: type(module).__name__ for name, module in runner.model.modules.items()}
     return listed([f"{kinds[name]} '{name}'" if name in kinds and name else kinds.get(name, name) for name in names])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bigbatch.batch.tree import leaves
+from bigbatch.verification.model_copy import Gradients
 from bigbatch.verification.result import Cause, cause, listed
 from bigbatch.verification.runner import Runner
-from bigbatch.verification.tolerance import Gradients
 
 _ELEMENTS, _LEAST = 1 << 17, 64  # that are kept of all parameters, and of one
 _DEPENDENT = 1e-6  # of the largest singular value: below it weights cannot be told apart
@@ -52,7 +52,6 @@ def near(one: float, other: float, tolerance: float = 1e-4) -> bool:
 
 
 def _is_zero(weight: float, among: Sequence[float]) -> bool:
-    """Whether a micro-batch was left out."""
     return abs(weight) <= 1e-6 * max(map(abs, among), default=0.0)
 
 
