@@ -10,24 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import run, written
+from tests.support.commands import assert_in_order, run, written
 
 
 def test_the_report_has_its_parts_in_order() -> None:
     """The command as it stands in the README, with fewer seeds and epochs: title, table, what it shows."""
     result = run("train", "--seeds", "2", "--epochs", "3")
-    assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    text = " ".join(result.stdout.split())
-    parts = [
-        "teaching pages on gradient accumulation in PyTorch: 1,000 samples",
-        "samples used",
-        "distance from true 64",
-    ]
-    parts += ["The textbook loop leaves 40 of 1,000", "At the same rate", "The teaching pages claim about 70 %"]
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places)
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    title = "teaching pages on gradient accumulation in PyTorch: 1,000 samples"
+    shown = "The textbook loop leaves 40 of 1,000", "At the same rate", "The teaching pages claim about 70 %"
+    assert_in_order(result, title, "samples used", "distance from true 64", *shown)
 
 
 def test_json_is_all_that_is_on_stdout() -> None:

@@ -31,6 +31,16 @@ def run(*arguments: str, columns: int = 80) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
 
 
+def assert_in_order(result: Result, *parts: str, status: int = 0) -> None:
+    """A command has said these in this order, inside eighty columns: its result, or with a status the error."""
+    assert result.exit_code == status, result.output
+    said = result.stderr if status else result.stdout
+    text = " ".join(said.split())
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def written(folder: Path, *, loop: str = "", seeded: bool = True, **changed: str) -> str:
     """Write a user's own file; return its path."""
     path = folder / "mine.py"

@@ -120,30 +120,6 @@ def unscaled_by_the_step(model: nn.Module, micro_batches: list[Batch]) -> None:
     scaler.update()
 
 
-def clip_part_by_part(model: Any, _: object) -> None:
-    """Each once, before the step: that is not inside of the window."""
-    for part in (model[0], model[-1]):
-        nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
-
-
-def clip_both_ways(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """By norm and by value, each of them once."""
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-
-
-def clip_at_nothing(model: Any, _: object) -> None:
-    """At a norm that is never reached: left out, it changes nothing."""
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-
-
-def step_twice(_: object, optimizer: torch.optim.Optimizer) -> None:
-    """Once too often."""
-    optimizer.step()
-    optimizer.step()
-
-
 def clip_another(_: object, __: object) -> None:
     """Clip and step another model: it goes on as it is."""
     other = nn.Parameter(torch.ones(3))
@@ -155,6 +131,13 @@ def clip_another(_: object, __: object) -> None:
     assert float(other.detach().max()) < 1
 
 
+norm, value = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+part_by_part = by_samples(end=lambda model, _: [norm(part.parameters(), 1e-3) for part in (model[0], model[-1])])
+both_ways = by_samples(
+    end=lambda model, sgd: (value(model.parameters(), 1e-3), norm(model.parameters(), 1e-3), sgd.step())
+)
+at_nothing = defects.textbook(after=lambda model, _: norm(model.parameters(), 1e9))  # left out, it changes nothing
+step_twice = by_samples(end=lambda _, sgd: (sgd.step(), sgd.step()))
 # The loop, the model's middle, the kinds that are found and no others, and a part of the text.
 LOOPS: list[tuple[Any, tuple[nn.Module, ...], set[str], str]] = [
     (verify_hand_loop.by_samples, (), set(), "Exact"),
@@ -165,11 +148,11 @@ LOOPS: list[tuple[Any, tuple[nn.Module, ...], set[str], str]] = [
     (accumulator_of_ours, (), set(), "Exact"),
     (accumulator_of_ours, (nn.Dropout(0.2),), {"randomness"}, ""),
     (unscaled_by_the_step, (), set(), "Exact"),
-    (by_samples(end=step_twice), (), {"stepped-inside"}, "stepped 2 times in the window: once with the right gradient"),
+    (step_twice, (), {"stepped-inside"}, "stepped 2 times in the window: once with the right gradient"),
     (by_samples(after=defects.step), (), {"stepped-inside"}, "stepped 3 times in the window"),
-    (by_samples(end=clip_part_by_part), (), set(), CLIPS),
-    (by_samples(end=clip_both_ways), (), set(), CLIPS),
-    (defects.textbook(after=clip_at_nothing), (), {"wrong-count"}, ""),
+    (part_by_part, (), set(), CLIPS),
+    (both_ways, (), set(), CLIPS),
+    (at_nothing, (), {"wrong-count"}, ""),
     (by_samples(after=clip_another), (), set(), "Exact"),
 ]
 

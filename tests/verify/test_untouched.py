@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Options, errors, verify
+from bigbatch import Options, verify
 from bigbatch.state.rng import Randomness
 from tests.support import defects
 from tests.support.bombs import seed
-from tests.support.defects import Batch, by_samples, mean, network, samples
-from tests.support.messages import approve
+from tests.support.defects import Batch, mean, samples
 
 
 class Changing(nn.Module):
@@ -60,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt], ids=["", "ValueError", "KeyboardInterrupt"])
 def test_everything_is_as_it_was(way: str, error: type[BaseException] | None) -> None:
-    """Weights, the tensors that hold them, gradients, buffers, modes, hooks and generators; also after an error."""
+    """Weights, their tensors, gradients, buffers, modes, hooks, generators and torch; also after an error."""
     seed()
     model, batch, calls = Changing(), samples(), 0
     model.first.weight.grad = torch.ones(8, 6)
@@ -74,11 +73,13 @@ def test_everything_is_as_it_was(way: str, error: type[BaseException] | None) ->
 
     before = state(model)
     randomness = Randomness()
+    functions = (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
     with nullcontext() if error is None else pytest.raises(error, match="in the middle"):
         found = verify(model, loss_fn, batch, 4, **WAYS[way])
         assert "randomness" in {cause.kind for cause in found.causes}
     assert not randomness.drawn()
     assert state(model) == before
+    assert functions == (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
 
 
 class Remembering(nn.Module):
@@ -104,44 +105,3 @@ def test_lists_and_dicts_of_a_model_are_as_they_were() -> None:
     model(torch.randn(3, 4))
     verify(model, lambda m, b: F.mse_loss(m(b[0]), b[1]), (torch.randn(8, 4), torch.randn(8, 2)), 3)
     assert (model.history, model.seen) == ([3], {"rows": [3]})
-
-
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    """As one that holds a lock or a generator."""
-    model = network()
-    vars(model)["lines"] = (line for line in [""])
-    with pytest.raises(errors.ConfigurationError) as raised:
-        verify(model, mean, samples(), 4)
-    approve("verify", "no copy", raised.value)
-
-
-def test_a_model_that_is_used_past_the_argument_is_refused_before_it_runs() -> None:
-    """By a loss, by a loop, and by an optimizer: nothing of it has moved."""
-    torch.manual_seed(0)
-    model = network(nn.BatchNorm1d(8))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    before = state(model)
-
-    def step_itself(given: nn.Module, _: object) -> None:
-        for p, twin in zip(model.parameters(), given.parameters(), strict=True):
-            p.grad = twin.grad
-        optimizer.step()
-
-    with pytest.raises(errors.LossError) as raised:
-        verify(model, lambda _, given: mean(model, given), samples(), 4)
-    approve("verify", "the model itself", raised.value)
-    calling = defects.undivided(lambda _, given: mean(model, given))
-    for window in (calling, by_samples(mean, end=step_itself)):
-        with pytest.raises(errors.LossError):
-            verify(model, mean, samples(), 4, train_window=window)
-    with pytest.raises(errors.LossError):
-        verify(model, lambda m, b: mean(m, b) + next(model.parameters()).square().sum(), samples(), 4)
-    assert not optimizer.state
-    assert state(model) == before
-
-
-def test_torch_is_as_it_was() -> None:
-    """Replaced functions are gone."""
-    kept = (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
-    verify(network(), mean, samples(), 4, train_window=defects.stepping(mean))
-    assert kept == (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
