@@ -131,11 +131,19 @@ def clip_another(_: object, __: object) -> None:
     assert float(other.detach().max()) < 1
 
 
-norm, value = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+def norm(parameters: Any, most: float) -> Any:
+    """Clip by norm, by torch's function as it is now."""
+    return nn.utils.clip_grad_norm_(parameters, most)
+
+
+def both(model: Any, sgd: torch.optim.Optimizer) -> None:
+    """Clip by value and by norm, each of them once."""
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    norm(model.parameters(), 1e-3)
+    sgd.step()
+
+
 part_by_part = by_samples(end=lambda model, _: [norm(part.parameters(), 1e-3) for part in (model[0], model[-1])])
-both_ways = by_samples(
-    end=lambda model, sgd: (value(model.parameters(), 1e-3), norm(model.parameters(), 1e-3), sgd.step())
-)
 at_nothing = defects.textbook(after=lambda model, _: norm(model.parameters(), 1e9))  # left out, it changes nothing
 step_twice = by_samples(end=lambda _, sgd: (sgd.step(), sgd.step()))
 # The loop, the model's middle, the kinds that are found and no others, and a part of the text.
@@ -151,7 +159,7 @@ LOOPS: list[tuple[Any, tuple[nn.Module, ...], set[str], str]] = [
     (step_twice, (), {"stepped-inside"}, "stepped 2 times in the window: once with the right gradient"),
     (by_samples(after=defects.step), (), {"stepped-inside"}, "stepped 3 times in the window"),
     (part_by_part, (), set(), CLIPS),
-    (both_ways, (), set(), CLIPS),
+    (by_samples(end=both), (), set(), CLIPS),
     (at_nothing, (), {"wrong-count"}, ""),
     (by_samples(after=clip_another), (), set(), "Exact"),
 ]
