@@ -18,6 +18,8 @@ from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.distributed.ranks import naming_lost_ranks
 from bigbatch.distributed.reduction import Replicas
 from bigbatch.errors import RankFailed
+from tests.faults import rank_faults
+from tests.faults.outcomes import Case, Outcome
 from tests.support import rank_loops as loops
 from tests.support import rank_norms as norms
 from tests.support.rank_loops import heard, made, mean, micro_batch, model, raising, sgd, shards, two_heads, weights
@@ -332,3 +334,24 @@ def test_sums_of_low_precision_cross_the_wire_alike() -> None:
     """Whatever number of micro-batches a rank has."""
     one, other = exactly(2, summed_in_low_precision)
     assert distance(other, one) == 0
+
+
+# A sample of the campaign.
+
+FAULTS = [
+    ("Accumulator", "ddp", "before a message", "user's own", 1002),
+    ("Accumulator", "ddp", "optimizer before", "KeyboardInterrupt", 2),
+    ("BigStep", "ddp", "forward", "OutOfMemoryError", 1003),
+    ("BigStep", "across, again", "loss", "user's own", 5),
+    ("BigStep", "batch norm", "forward", "OutOfMemoryError", 1004),
+    ("BigStep", "batch norm", "after a message", "OutOfMemoryError", 4),
+    ("BigStep", "batch norm", "backward", "SIGKILL", 3),
+    ("BigStep", "batch norm", "in a collective", "SIGSTOP", 1005),
+]
+
+
+def test_a_fault_on_one_rank() -> None:
+    """A sample of `make faults`, in every way in which ranks wait for each other."""
+    cases = [Case("ranks", number, 0, *each) for number, each in enumerate(FAULTS)]
+    found = dict(zip(FAULTS, map(rank_faults.Laboratory().try_out, cases), strict=True))
+    assert found == dict.fromkeys(FAULTS, Outcome("fine"))

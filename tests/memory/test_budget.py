@@ -1,7 +1,7 @@
 """What there is to use, and what was used."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,23 +84,19 @@ def test_bytes_for_people() -> None:
     assert list(map(human, [0, 1536, 150 << 20, 2048 * GIB])) == ["0 B", "1.5 KiB", "150 MiB", "2,048 GiB"]
 
 
-def stage(device: str, limit: int | None = None, optimizer: torch.optim.Optimizer | None = None) -> Stage:
+def stage(device: str = "cpu", limit: int | None = None, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Stage:
     """A place to probe, of no model."""
-    optimizers = () if optimizer is None else (optimizer,)
     return Stage((), optimizers, None, torch.device(device), limit)
 
 
-def peak(on: Stage, run: Callable[[], object]) -> int:
+def peak(on: Stage, run: Callable[[], object] = lambda: None) -> int:
     """The most bytes that an action holds."""
-    found = on.rehearse(1, run).peak_bytes
-    assert found is not None
-    return found
+    return on.rehearse(1, run).peak_bytes or 0
 
 
 def test_a_probe_counts_what_lives_at_once() -> None:
     """What was freed before the peak is not in it; what was there before is, and the optimizer's state to come."""
-    here = stage("cpu")
-    mib = torch.ones(1 << 18)
+    here, mib = stage(), torch.ones(1 << 18)
 
     def action() -> None:
         first = mib + 1
@@ -108,10 +104,10 @@ def test_a_probe_counts_what_lives_at_once() -> None:
         del first
         _ = second + 1
 
-    assert peak(here, action) - peak(here, lambda: None) == 2 << 20
+    assert peak(here, action) - peak(here) == 2 << 20
     large = nn.Parameter(torch.ones(1 << 22))
-    awaited = peak(stage("cpu", optimizer=torch.optim.Adam([large])), lambda: None)
-    assert awaited - peak(stage("cpu"), lambda: None) == pytest.approx(2 * large.nbytes, rel=0.3)
+    awaited = peak(stage(optimizers=[torch.optim.Adam([large])]))
+    assert awaited - peak(stage()) == pytest.approx(2 * large.nbytes, rel=0.3)
 
 
 def test_a_probe_stops_at_its_limit() -> None:
@@ -121,10 +117,8 @@ def test_a_probe_stops_at_its_limit() -> None:
     def run() -> None:
         model(torch.ones(512, 64)).sum().backward()
 
-    here, at_rest = stage("cpu"), peak(stage("cpu"), lambda: None)
-    room_for = peak(here, run) - at_rest
-    stopped = stage("cpu", limit=resident() + room_for // 2).rehearse(1, run)
-    assert stopped.peak_bytes is None
+    room_for = peak(stage(), run) - peak(stage())
+    assert stage(limit=resident() + room_for // 2).rehearse(1, run).peak_bytes is None
 
 
 @pytest.mark.cuda

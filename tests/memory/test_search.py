@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bigbatch.batch.split import balanced
 from bigbatch.errors import OutOfMemory
-from bigbatch.memory.search import HALVINGS, MARGIN, PROBES, Choice, Probe, choose, even_sizes
+from bigbatch.memory.search import HALVINGS, MARGIN, PROBES, Probe, choose, even_sizes
 from tests.support.messages import approve
 
 GIB = 1 << 30
@@ -112,26 +112,15 @@ def test_never_over_the_budget_whatever_the_times(case: tuple[Device, int, int],
 def test_without_times_the_largest_that_fits(case: tuple[Device, int, int]) -> None:
     """A trace has no times: then fewer steps are better."""
     device, batch, budget = case
-
-    def probe(size: int) -> Probe:
-        return Probe(size, device.probe(size).peak_bytes)
-
-    choice = choose(probe, batch, budget)
-    assert choice.size == max(
-        p.size for p in choice.probes if p.peak_bytes is not None and p.peak_bytes <= choice.limit
-    )
-
-
-def found(device: Device, batch: int, budget: int) -> Choice:
-    """Choose on a device."""
-    return choose(device.probe, batch, budget)
+    choice = choose(lambda size: Probe(size, device.probe(size).peak_bytes), batch, budget)
+    assert choice.size == max(probe.size for probe in choice.probes if probe.fits(choice.limit))
 
 
 def test_past_saturation_less_memory_is_taken() -> None:
     """At the same speed, the smaller size; it divides the batch. Where larger is faster and all fits, all at once."""
-    choice = found(Device([(GIB, 1 << 20)], affine(1.0, 0.001)), 64, 40 * GIB)
+    choice = choose(Device([(GIB, 1 << 20)], affine(1.0, 0.001)).probe, 64, 40 * GIB)
     assert (choice.size, choice.steps, choice.fits_whole) == (64, 1, True)
-    choice = found(Device([(GIB, GIB)], saturating(1e-6, 1e-3)), 1024, 200 * GIB)
+    choice = choose(Device([(GIB, GIB)], saturating(1e-6, 1e-3)).probe, 1024, 200 * GIB)
     assert choice.size < 32
     assert 1024 % choice.size == 0
 
@@ -139,7 +128,7 @@ def test_past_saturation_less_memory_is_taken() -> None:
 def test_larger_may_be_slower() -> None:
     """A size in the middle that is the fastest is found."""
     device = Device([(0, 1)], lambda size: 0.05 + 0.001 * size + 0.00002 * size * size)
-    choice = found(device, 4096, 1 << 40)
+    choice = choose(device.probe, 4096, 1 << 40)
     best = min(device.batch_seconds(size, 4096) for size in range(1, 4097))
     assert device.batch_seconds(choice.size, 4096) <= 1.05 * best
 
@@ -149,5 +138,5 @@ def test_one_sample_that_does_not_fit_is_refused_with_numbers(capacity: float) -
     """The error says how much is missing and what to try."""
     device = Device([(2 * GIB, GIB)], affine(1.0, 0.1), capacity)
     with pytest.raises(OutOfMemory) as caught:
-        found(device, 64, 2 * GIB)
+        choose(device.probe, 64, 2 * GIB)
     approve("memory", f"one sample on a device of {capacity}", caught.value)

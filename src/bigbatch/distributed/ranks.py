@@ -93,11 +93,6 @@ class Ranks(Team):
             )
         return [numbers for _, _, *numbers in found]
 
-    def fail(self, device: torch.device) -> None:
-        """Tell the others, who wait for this rank's numbers, that there will be none."""
-        self.spoken, self._reached = True, 0
-        self._gather([_FAILED], device)
-
     def try_again(self, device: torch.device) -> None:
         """Have all ranks, wherever in the window they wait for this one, run it once more, as it does."""
         self._gather([_AGAIN], device)
@@ -117,8 +112,7 @@ class Ranks(Team):
         every = row.new_empty(self.size, _NUMBERS)
         with naming_lost_ranks():
             dist.all_gather(list(every.unbind()), row, group=self.group)
-            found: list[list[float]] = every.tolist()
-        return found
+            return every.tolist()
 
     def _exchange(self, own: Any) -> list[Any]:
         self.spoken = True  # all have heard that something is wrong
@@ -219,8 +213,7 @@ class Ranks(Team):
             padded = own.new_zeros(max(rows), *own.shape[1:])
             padded[: own.shape[0]] = own.detach()
             every = self.stacked(padded)
-        together = torch.cat([part[:number] for part, number in zip(every, rows, strict=True)])
-        return together, sum(rows[: self.rank])
+        return torch.cat([part[:number] for part, number in zip(every, rows, strict=True)]), sum(rows[: self.rank])
 
     @contextmanager
     def telling_of_failure(self, device: torch.device) -> Iterator[None]:
@@ -231,15 +224,15 @@ class Ranks(Team):
                 yield
         except Exception as error:
             if not self.spoken and not self.elsewhere and not is_of_the_wire(error):
+                self.spoken, self._reached = True, 0
                 with suppress(Exception):  # they may be gone; what happened here is what is raised
-                    self.fail(device)
+                    self._gather([_FAILED], device)
             raise
 
 
 def is_of_the_wire(error: BaseException) -> bool:
     """Whether an error is torch's word, or ours, for a rank that is gone; gloo's have no type of their own."""
-    ours = isinstance(error, RankFailed | dist.DistError)
-    return ours or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 @contextmanager
