@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bigbatch_lint.output.check import Checked, check_source, lint
+from bigbatch_lint.output.check import Checked, Finding, as_text, check_source, escaped, lint, summary, wrapped
 from bigbatch_lint.output.config import Settings, UsageError, settings_of
-from bigbatch_lint.output.report import Finding, as_text, escaped, summary, wrapped
 from bigbatch_lint.reading.source import read_source
 from bigbatch_lint.rules import RULES
 
@@ -43,8 +42,7 @@ def parser(program: str) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, program: str = "bigbatch-lint") -> int:
     """Run the command, and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", lambda **_: None)
-        reconfigure(errors="replace")  # a terminal that cannot show … gets a question mark
+        getattr(stream, "reconfigure", lambda **_: None)(errors="replace")  # what cannot be shown is a question mark
     given = parser(program).parse_args(arguments)
     before = gc.get_threshold()
     gc.set_threshold(100_000, 20, 50)  # a syntax tree is many small objects that are all still needed
@@ -73,7 +71,6 @@ def _split(given: list[str]) -> tuple[str, ...]:
 
 
 def _checked(given: argparse.Namespace) -> Iterator[Checked]:
-    """Check one file after the other; standard input last."""
     select, ignore = (_split([code.upper() for code in each]) for each in (given.select, given.ignore))
     command = Settings(select, ignore, _split(given.exclude))
     command.codes()  # misspelt ones, before anything is read

@@ -1,4 +1,5 @@
 # ruff: noqa: E501  (a row of a table is a line)
+# fmt: off
 """Programs that nobody has written yet: a model's output, one to six operations, a loss; drawn from a seed.
 
 A program is the text of a loss function, so that one that fails is printed as it can be run again. A chain is drawn
@@ -10,7 +11,9 @@ operations). Layers come before all that could mix samples: below the last layer
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from tests.audit.judge import Batch, LossFunction, Verdict, adds_up, join, judge
 STEPS, CLASSES, FEATURES, ITEMS = 3, 4, 5, 7
 PROBES = (5, 7)  # no size of anything else, so that the samples' axis is the one that has them
 
-
 class Model(nn.Module):
     """Outputs of many kinds, and parameters to set them against."""
 
@@ -32,6 +34,7 @@ class Model(nn.Module):
 
         def parameter(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(size, generator=by, dtype=torch.float64) * 0.7)
+
 
         self.token, self.flat = parameter(CLASSES, FEATURES), parameter(STEPS * CLASSES, FEATURES)
         self.vector, self.column = parameter(CLASSES, FEATURES), parameter(1, FEATURES)
@@ -87,7 +90,7 @@ BY_SHAPE = {  # for a shape that begins so: n samples, T steps; C classes last
     "...C": "x * m.p | x - m.p | F.layer_norm(x, (4,)) | F.rms_norm(x, (4,), m.p) | x / m.p.exp()",
     "n1": "x - b['w'] | x.squeeze(1) | x * b['v'] | F.mse_loss(x.expand(n, n), b['w'].expand(n, n), reduction='none') | torch.where(b['pick'], x, 0.0) | x - x.T | x - b['w'][:, None]",
     "once": "x * y | x + y.tanh() | x - y | torch.cat([x.flatten(1), y.flatten(1)], 1) | x * y.mean()",
-}  # fmt: skip
+}
 LAYERS = """x @ m.square | x @ m.frozen | F.linear(x, m.square, m.p) | F.layer_norm(x, (4,), m.p) | x @ m.p | x @ (m.square * m.s) | F.linear(x, m.square.tril()) | x @ m.table.T | torch.cdist(x, m.table) | F.prelu(x, m.s.view(1).abs()) | x + F.linear(x.tanh(), m.square)"""
 ENDS = """x.mean() | x.sum() | x.square().mean() | x.tanh().sum() | x.mean(-1).mean() | x.sum(-1).mean() | x.mean({d}).mean() | x.mean({d}).sum() | x.flatten(1).sum(1).mean() | x.flatten(1).mean(1).exp().mean() | x.sum({d}).tanh().mean() | x.sum() / len(x) | x.sum() / x.numel() | x.mean({d}).square().mean() | x.exp().clamp(max=9).mean(-1).log().mean()
 F.mse_loss(x, b['w'].view({n1}).expand_as(x)) | F.smooth_l1_loss(x, b['w'].view({n1}).expand_as(x), reduction='sum') | F.binary_cross_entropy_with_logits(x, b['w'].view({n1}).expand_as(x)) | F.mse_loss(x, torch.zeros_like(x)) | (x * b['w'].view({n1})).mean() | F.l1_loss(x, b['w'].view({n1}).expand_as(x)) | (x * b['w'].view({n1})).sum() | -F.logsigmoid(x).mean() | -x.log_softmax(-1).mean() | torch.dot(x.flatten(), x.sin().flatten())"""
@@ -95,7 +98,7 @@ ENDS_BY_SHAPE = {
     "nTC": "F.cross_entropy(x.flatten(0, 1), b['last'].flatten()) | F.cross_entropy(x.flatten(0, 1), b['last'].flatten(), ignore_index=1) | F.cross_entropy(x[:, 1:].flatten(0, 1), b['last'][:, 1:].flatten(), m.p.detach().abs()) | F.cross_entropy(x.mT, b['last'], label_smoothing=0.1) | F.mse_loss(x, b['d']) | F.mse_loss(x[b['keep']], b['d'][b['keep']]) | F.kl_div(x.log_softmax(-1), b['d'].softmax(-1), reduction='batchmean') | (x * b['keep'][..., None]).sum() / b['keep'].sum()",
     "nC": "F.cross_entropy(x, b['label']) | F.cross_entropy(x, b['label'], ignore_index=2) | F.multi_margin_loss(x, b['label']) | F.mse_loss(x, b['v']) | F.cosine_embedding_loss(x, b['v'], b['w'].sign()) | F.triplet_margin_loss(x, b['v'], x.sin()) | F.cross_entropy(x @ x.T, torch.arange(n)) | F.mse_loss(x[b['pick']], b['v'][b['pick']])",
     "n1": "F.mse_loss(x.squeeze(1), b['w']) | (x - b['w']).square().mean() | F.binary_cross_entropy_with_logits(x.squeeze(1), b['pick'].double()) | F.mse_loss(x, b['w'][:, None]) | F.margin_ranking_loss(x.squeeze(1), x.sin().squeeze(1), b['w'].sign())",
-}  # fmt: skip
+}
 ABOVE = """0.3 * loss | loss.sum() | loss.mean() | loss / 7 | -loss | loss + 0.01 * m.square.square().sum() | m.s.exp() * loss | loss / (2 * m.s.square()) + m.s | torch.stack([loss, 2 * loss]).mean() | loss + 0.1 * loss | loss.view(1).squeeze() | loss + 0.1 * m.p.abs().mean() | loss + 0.5 * x.square().mean() | loss + 0.5 * y.square().mean() | loss + 0.1 * y.sum() | loss + 1e-3 * y.exp().clamp(max=3).mean() | 0.5 * loss + 0.5 * y.tanh().mean()"""
 
 NONLINEAR = """loss.sqrt() | loss * loss | loss.exp() | loss.tanh() | loss * b['w'].mean()"""
@@ -108,32 +111,19 @@ REFUSED = {  # each sample is alone, but no count is in the graph; or it is not 
     *("torch.renorm(x, 2, {d}, 0.7)", "x.expand(2, *x.shape)", "x * b['v']", "torch.cdist(x, x.sin())"),
 }
 
-
 def _lines(text: str) -> list[str]:
     return [each.strip() for line in text.splitlines() for each in line.split("|")]
-
 
 def micro_batches(sizes: Sequence[int], seed: int) -> list[Batch]:
     """Samples: inputs, targets of several shapes, labels, masks, weights."""
     by = torch.Generator().manual_seed(seed)
-
-    def one(n: int) -> Batch:
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=by, dtype=torch.float64)
-
-        def chosen(*size: int) -> Tensor:
-            return torch.rand(size, generator=by) < 0.6
-
-        def number(high: int, *size: int) -> Tensor:
-            return torch.randint(high, size, generator=by)
-
-        return {
-            "x": normal(n, STEPS, FEATURES), "d": normal(n, STEPS, CLASSES), "v": normal(n, CLASSES), "u": normal(n, STEPS).abs(), "w": normal(n).abs() + 0.1,
-            "label": number(CLASSES, n), "step": number(STEPS, n), "last": number(CLASSES, n, STEPS), "row": number(ITEMS, n), "keep": chosen(n, STEPS), "pick": chosen(n),
-        }  # fmt: skip
-
-    return [one(n) for n in sizes]
-
+    normal = partial(torch.randn, generator=by, dtype=torch.float64)
+    number = partial(torch.randint, generator=by)
+    return [{
+        "x": normal(n, STEPS, FEATURES), "d": normal(n, STEPS, CLASSES), "v": normal(n, CLASSES), "u": normal(n, STEPS).abs(), "w": normal(n).abs() + 0.1,
+        "label": number(CLASSES, (n,)), "step": number(STEPS, (n,)), "last": number(CLASSES, (n, STEPS)), "row": number(ITEMS, (n,)),
+        "keep": torch.rand(n, STEPS, generator=by) < 0.6, "pick": torch.rand(n, generator=by) < 0.6,
+    } for n in sizes]
 
 @dataclass(frozen=True)
 class Program:
@@ -141,7 +131,7 @@ class Program:
 
     source: str
     lines: tuple[str, ...]
-    windows: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
     seed: int
 
     @property
@@ -151,23 +141,24 @@ class Program:
         return "def loss_fn(m, b):\n" + "".join(f"    {line}\n" for line in body)
 
     def __str__(self) -> str:
-        return (
-            f"from tests.audit.programs import *\n\n{self.text}\n"
-            f"print(judge(Model(), loss_fn, windows({self.windows}, {self.seed})))\n"
-        )
+        return f"from tests.audit.programs import *\n\n{self.text}\nprint(judge(Model(), loss_fn, windows({self.sizes}, {self.seed})))\n"
 
-    def compiled(self) -> LossFunction:
+    @cached_property
+    def loss(self) -> LossFunction:
         """The loss function, to be called."""
         space: dict[str, Any] = {"torch": torch, "F": F}
         exec(self.text, space)  # noqa: S102 - the text is our own
         found: LossFunction = space["loss_fn"]
         return found
 
+    @property
+    def windows(self) -> list[list[Batch]]:
+        """The micro-batches of each update."""
+        return windows(self.sizes, self.seed)
 
 def windows(sizes: Sequence[Sequence[int]], seed: int) -> list[list[Batch]]:
     """The micro-batches of each update."""
     return [micro_batches(window, 100 * seed + number) for number, window in enumerate(sizes)]
-
 
 def is_usable(value: Any) -> bool:
     """Whether a value is a small tensor of finite numbers that a model was trained for."""
@@ -175,20 +166,16 @@ def is_usable(value: Any) -> bool:
         return False
     return 0 < value.numel() < 3000 and 0 < float(value.detach().abs().max()) < 1e3
 
-
 class _Drawing:
     """One program being drawn: what was written so far, and the shapes that it has for two batch sizes."""
 
     def __init__(self, draw: random.Random, kind: str) -> None:
         self.draw, self.kind = draw, kind
-        self.model, self.batches = Model(), [micro_batches([n], 3)[0] for n in PROBES]
         sources = {each: weight for each, weight in SOURCES.items() if kind != "apart" or each not in REFUSED}
         self.source = draw.choices(list(sources), list(sources.values()))[0]
         self.lines: list[str] = []
         self.in_model = True  # nothing but layers so far, and what acts element by element
-        self.spaces: list[dict[str, Any]] = [
-            {"torch": torch, "F": F, "m": self.model, "b": b, "n": n} for n, b in zip(PROBES, self.batches, strict=True)
-        ]
+        self.spaces: list[dict[str, Any]] = [{"torch": torch, "F": F, "m": Model(), "b": micro_batches([n], 3)[0], "n": n} for n in PROBES]
         assert self.ran(f"x = y = {self.source}")
 
     def ran(self, line: str) -> bool:
@@ -212,10 +199,10 @@ class _Drawing:
 
     def write(self, line: str) -> bool:
         """Append a line, if it runs."""
-        if not self.ran(line):
-            return False
-        self.lines.append(line)
-        return True
+        if self.ran(line):
+            self.lines.append(line)
+            return True
+        return False
 
     def filled(self, template: str) -> str | None:
         """A template with its dimensions drawn, or None where the output has none to fill it."""
@@ -233,8 +220,9 @@ class _Drawing:
         if "{n1}" in template and (len(grown) != 1 or (few[own], many[own]) != PROBES):
             return None
         view = ", ".join("n" if i == own else "1" for i in range(len(few)))
-        size = f"x.shape[{d}]"
-        return template.replace("{d}", str(d)).replace("{e}", str(e)).replace("{o}", str(own)).replace("{n1}", view).replace("{f}", size)  # fmt: skip
+        for key, text in {"{d}": d, "{e}": e, "{o}": own, "{n1}": view, "{f}": f"x.shape[{d}]"}.items():
+            template = template.replace(key, str(text))
+        return template
 
     def shape(self) -> str:
         """The shape of the output in letters."""
@@ -244,7 +232,6 @@ class _Drawing:
 
 INNER_LINES = set(_lines(INNER))
 GROUPS = [(POINTWISE, 5), (DATA, 3), (ALONG, 6), (INNER, 3), (COUPLING, 1), (SHAPES, 4)]
-
 
 def drawn(seed: int, number: int, kind: str = "any") -> Program:
     """The program of this number, the same for the same seed.
@@ -261,16 +248,13 @@ def drawn(seed: int, number: int, kind: str = "any") -> Program:
             drawing.write("y = x")
     while not _end(drawing):
         pass
-    above = (
-        [each for each in _lines(ABOVE) if each not in REFUSED] if kind == "apart" else _lines(ABOVE + "|" + NONLINEAR)
-    )
+    above = [each for each in _lines(ABOVE) if each not in REFUSED] if kind == "apart" else _lines(ABOVE + "|" + NONLINEAR)
     for _ in range(draw.choice((0, 0, 0, 1, 1, 2))):
         drawing.write(f"loss = {draw.choice(above)}")
     smallest = 2 if kind == "apart" else 1  # of one sample a graph does not always show where it lies
     sizes = tuple(tuple(draw.randint(smallest, 5) for _ in range(3)) for _ in range(2))
     sizes = tuple(window if max(window) > 1 else (2, 1, 3) for window in sizes)
     return Program(drawing.source, tuple(drawing.lines), sizes, draw.randrange(1000))
-
 
 def _operation(drawing: _Drawing) -> bool:
     draw, shape, kind = drawing.draw, drawing.shape(), drawing.kind
@@ -290,7 +274,6 @@ def _operation(drawing: _Drawing) -> bool:
     drawing.in_model = drawing.in_model and table in (_lines(LAYERS), _lines(POINTWISE))
     return True
 
-
 def _end(drawing: _Drawing) -> bool:
     if drawing.kind == "apart" and not drawing.shape().startswith("n"):
         drawing.write(f"x = {drawing.filled('x.movedim({o}, 0)')}")
@@ -301,7 +284,6 @@ def _end(drawing: _Drawing) -> bool:
     line = drawing.filled(template) if drawing.shape() else "x"
     return line is not None and drawing.write(f"loss = {line}") and not drawing.spaces[0]["loss"].dim()
 
-
 def _fits(key: str, shape: str) -> bool:
     if key == "...C":
         return shape.endswith("C")
@@ -309,38 +291,30 @@ def _fits(key: str, shape: str) -> bool:
         return shape.startswith("n") and len(shape) > 1
     return key == "once" or (shape == key if key in {"nTC", "nC", "n1"} else shape.startswith(key))
 
-
 def is_fair(program: Program) -> bool:
     """Whether a program runs on its own micro-batches, and has a gradient that is finite and not all zero."""
-    loss, model = program.compiled(), Model()
+    loss, model = program.loss, Model()
     try:
-        for window in windows(program.windows, program.seed):
-            for batch in [*window, join(window)]:
-                if not float(plain(model, loss, batch).norm()) < 1e4:
-                    return False
-            if not loss(model, join(window)).isfinite() or not float(plain(model, loss, join(window)).norm()) > 1e-6:
+        for window in program.windows:
+            norms = [float(plain(model, loss, batch).norm()) for batch in [*window, join(window)]]
+            if not all(norm < 1e4 for norm in norms) or not loss(model, join(window)).isfinite() or not norms[-1] > 1e-6:
                 return False
     except (RuntimeError, IndexError):
         return False
     return True
-
 
 def fair(seed: int, first: int, count: int, kind: str = "any") -> Iterator[Program]:
     """So many programs that are fair, from the one of this number on."""
     found = (program for number in itertools.count(first) if is_fair(program := drawn(seed, number, kind)))
     return itertools.islice(found, count)
 
-
 def verdict(program: Program) -> Verdict:
     """What an Accumulator makes of a program."""
-    return judge(Model(), program.compiled(), windows(program.windows, program.seed))
-
+    return judge(Model(), program.loss, program.windows)
 
 def verdict_of_big_step(program: Program, *, check: bool) -> Verdict:
     """What a BigStep makes of it."""
-    size = max(program.windows[0][0], 2)
-    return judge_big_step(Model(), program.compiled(), windows(program.windows, program.seed), size, check=check)
-
+    return judge_big_step(Model(), program.loss, program.windows, max(program.sizes[0][0], 2), check=check)
 
 def could_be_exact(program: Program) -> bool:
     """Whether counts that a person could give make the parts add up to the big batch."""
@@ -349,23 +323,15 @@ def could_be_exact(program: Program) -> bool:
         masks = [batch["keep"], batch["pick"], batch["last"] != 1, batch["label"] != 2, batch["last"][:, 1:] != 1]
         return [len(batch["x"]), *(float(mask.sum()) for mask in masks)]
 
-    return adds_up(Model(), program.compiled(), windows(program.windows, program.seed), counts)
-
+    return adds_up(Model(), program.loss, program.windows, counts)
 
 def shrunk(program: Program, judge: Callable[[Program], Verdict]) -> Program:
     """The program without the lines, updates and micro-batches that its outcome does not need."""
-    outcome = judge(program).outcome
-    again = True
-    while again:
-        again = False
-        lines, updates = program.lines, program.windows
-        shorter = [replace(program, lines=(*lines[:i], *lines[i + 1 :])) for i in range(len(lines))]
-        shorter += [replace(program, windows=part) for part in (updates[:1], updates[1:]) if len(updates) > 1]
-        for each in shorter:
-            try:
-                if is_fair(each) and judge(each).outcome == outcome:
-                    program, again = each, True
-                    break
-            except (NameError, SyntaxError, TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-                continue
+    outcome, lines, updates = judge(program).outcome, program.lines, program.sizes
+    shorter = [replace(program, lines=(*lines[:i], *lines[i + 1 :])) for i in range(len(lines))]
+    shorter += [replace(program, sizes=part) for part in (updates[:1], updates[1:]) if len(updates) > 1]
+    for each in shorter:
+        with suppress(NameError, SyntaxError, TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+            if is_fair(each) and judge(each).outcome == outcome:
+                return shrunk(each, judge)
     return program

@@ -31,11 +31,9 @@ CONST = torch.linspace(0.3, 1.7, 6, dtype=torch.float64)
 # What torch calls a function whose node is called so: `NAMED["leakyrelu"]`.
 NAMED: dict[str, Any] = {name.replace("_", ""): value for home in (torch, torch.special, F) for name, value in vars(home).items() if callable(value) and name[-1] != "_"}
 
-
 def named(names: str) -> dict[str, Any]:
     """The functions of torch behind these nodes."""
     return {name: NAMED[name.removeprefix("Special").lower()] for name in names.split()}
-
 
 class Net(nn.Module):
     """A model with an output of any shape per sample; its tokens go through the last layer one by one, or together."""
@@ -57,7 +55,6 @@ class Net(nn.Module):
         out: Tensor = self.layer(x if self.tokens else x[:, 0])
         return out.view(len(x), *self.shape)
 
-
 def batches(shape: Sequence[int], sizes: Sequence[int], seed: int) -> list[Batch]:
     """Micro-batches of these sizes: inputs, and targets, masks, labels and weights for every sample."""
     by = torch.Generator().manual_seed(seed)
@@ -72,7 +69,6 @@ def batches(shape: Sequence[int], sizes: Sequence[int], seed: int) -> list[Batch
         }
 
     return [one(n) for n in sizes]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -90,11 +86,9 @@ class Row:
     def __str__(self) -> str:
         return f"{self.name}-{self.label}" if self.label else self.name
 
-
 def _slope(x: Tensor) -> Tensor:
     value = x.tanh()
     return torch.autograd.grad(value, x, torch.ones_like(value), create_graph=True)[0]
-
 
 def unary() -> Iterator[Row]:
     """One input, element by element: functions of any number, of one between 0 and 1, and those with more to say."""
@@ -117,7 +111,6 @@ def unary() -> Iterator[Row]:
     for (name, f), place in product(table.items(), range(3)):
         yield Row(name, f"samples {place}", lambda x, b, m, f=f, place=place: f(x.movedim(0, place)), brief=True)
 
-
 def binary() -> Iterator[Row]:
     """Two or three inputs that broadcast against each other: with what, and is each sample still alone?"""
     table: dict[str, Any] = named("Add Sub Rsub Mul Atan2 Maximum Minimum Fmax Fmin Logaddexp Logaddexp2 Hypot")
@@ -126,7 +119,7 @@ def binary() -> Iterator[Row]:
         "Addcdiv": lambda a, b: torch.addcdiv(a, b, b.abs() + 1), "Xlogy": lambda a, b: torch.xlogy(a, b.abs() + 0.1), "SpecialXlog1Py": lambda a, b: torch.special.xlog1py(a, b.abs()),
         "Fmod": lambda a, b: a.fmod(b.detach().abs() * 0.3 + 0.1) * a, "Remainder": lambda a, b: a.remainder(b.detach().abs() * 0.3 + 0.1) * a, "Copysign": lambda a, b: torch.copysign(a, b).exp(),
         "Clamp": lambda a, b: a.clamp(min=b), "Where": lambda a, b: torch.where(b.detach() > 0, a, b), "MaskedFill": lambda a, b: a.masked_fill(b.detach() > 0, 0.0),
-        "Complex": lambda a, b: torch.complex(a, b).abs(), "Polar": lambda a, b: torch.polar(a.abs(), b).real, "PreluKernel": lambda a, b: torch.ops.aten._prelu_kernel(*torch.broadcast_tensors(a, b)),
+        "Complex": lambda a, b: torch.complex(a, b).abs(), "Polar": lambda a, b: torch.polar(a.abs(), b).real, "PreluKernel": lambda a, b: NAMED["prelukernel"](*torch.broadcast_tensors(a, b)),
     }
     targets: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
         **dict.fromkeys(("MseLoss", "SmoothL1Loss", "HuberLoss"), lambda a, b: (a, b)), "BinaryCrossEntropy": lambda a, b: (a.sigmoid(), b.detach().sigmoid()),
@@ -168,12 +161,10 @@ def binary() -> Iterator[Row]:
         windows = ((5, 2, 6),) if "wide" in label else ((3, 2, 5), (3, 1, 4))  # as many samples as steps are pairs
         yield Row(name, label, lambda x, b, m, f=f, pair=pair: f(*pair(x, b, m)), due, windows=windows, brief=True)
 
-
 def _index(x: Tensor, dim: int) -> Tensor:
     """Numbers of positions along a dimension, for each place: they run backwards."""
     order = torch.arange(x.shape[dim]).flip(0)
     return order.view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())]).expand(x.shape)
-
 
 def along() -> Iterator[Row]:
     """One dimension is mixed, or one is not."""
@@ -197,7 +188,6 @@ def along() -> Iterator[Row]:
         yield Row(name, f"samples {place} dim {dim}", lambda x, b, m, f=f, place=place, dim=dim: f(x.movedim(0, place), dim), APART if apart else mixed, shape, windows)
         if not place and dim and name != "Glu":
             yield Row(name, f"last dim {-dim}", lambda x, b, m, f=f, dim=dim: f(x, -dim), MIXED if name == "Renorm" else APART)
-
 
 def reductions() -> Iterator[Row]:
     """Some dimensions are reduced, or all; with the dimension kept it is set against its own input, as people do."""
@@ -230,11 +220,9 @@ def reductions() -> Iterator[Row]:
     yield Row("Sum", "of chosen rows over their number", lambda x, b, m: (kept := x[b["w"] > 0.8]).sum() / len(kept), windows=((3, 4, 3), (5, 6, 2)))
     yield Row("Sum", "of all over all", lambda x, b, m: x.sum() / x.numel())
 
-
 def _softened(f: Any, dim: int) -> Make:
     """What a softmax along a dimension makes of another shape, beside that shape."""
     return lambda x, b, m: (f(x).softmax(dim) + f(x)).sigmoid()
-
 
 def reshapes() -> Iterator[Row]:
     """The same elements in another shape, then a softmax along one of its dimensions."""
@@ -281,7 +269,6 @@ def reshapes() -> Iterator[Row]:
         for dim, outcome in enumerate(outcomes):
             windows = ((3, 2, 5), (3, 2 if "all" in label else 1, 4))
             yield Row(name, f"{label} softmax {dim}", _softened(move, dim), outcome, windows=windows, aligned="viewed apart" not in label)
-
 
 def selections() -> Iterator[Row]:
     """Rows chosen by masks and numbers."""
@@ -340,11 +327,9 @@ def selections() -> Iterator[Row]:
     yield Row("Slice", "half of the rows", lambda x, b, m: x[: len(x) // 2], UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
     yield Row("Split", "halves of the rows", lambda x, b, m: torch.mul(*x.split(len(x) // 2)), UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
 
-
 def _gathered(x: Tensor, by: Tensor) -> Tensor:
     rows = x.flatten(1)
     return rows.gather(0, by[:, None].expand(-1, rows.shape[1]))
-
 
 def _some(b: Batch, chosen: Callable[[Tensor], Tensor] = lambda w: w > 0.8) -> Tensor:
     return chosen(b["w"]).nonzero()[:, 0]
@@ -355,15 +340,12 @@ INTO: dict[str, Put] = {
     "IndexPut": lambda base, by, rows: base.index_put((by,), rows), "ScatterAdd": lambda base, by, rows: base.scatter_add(0, by[:, None].expand_as(rows), rows),
 }
 
-
 def _put_back(put: Put, x: Tensor, by: Tensor, take: Callable[[Tensor, Tensor], Tensor] = lambda x, by: x[by], base: Tensor | None = None) -> Tensor:
     return put(torch.zeros_like(x) if base is None else base, by, take(x, by).sin())
-
 
 def _put_both(put: Put, x: Tensor, b: Batch, low: Callable[[Tensor], Tensor], high: Callable[[Tensor], Tensor]) -> Tensor:
     first, second = _some(b, lambda w: w > 1), _some(b, lambda w: w <= 1)
     return put(put(torch.zeros_like(x), first, low(x[first])), second, high(x[second]))
-
 
 def _put_by_parts(put: Put, x: Tensor) -> Tensor:
     """Two views of one index, which begin at the same place of its memory."""
@@ -389,7 +371,6 @@ PUTS: dict[str, tuple[Callable[[Put, Tensor, Batch], Tensor], str]] = {
     "rows put all into one": (lambda put, x, b: put(torch.zeros_like(x), torch.zeros(len(x), dtype=torch.long), x.sin()) * x, MIXED),
 }
 
-
 def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
     copy = x.sin()
     copy[at] = x[at] - 0.5
@@ -397,7 +378,6 @@ def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
 
 
 DISTANCES = {"Cdist": "donot_use_mm_for_euclid_dist", "EuclideanDist": "use_mm_for_euclid_dist"}
-
 
 def _cdist(how: str, a: Tensor, b: Tensor) -> Tensor:
     return torch.cdist(a, b, compute_mode=how)
@@ -409,7 +389,6 @@ SETS: dict[str, tuple[Any, str]] = {  # of (output, batch, model), two sets of p
     "rows with rows": (lambda x, b, m: (x[:, 0], x[:, 1]), MIXED), "rows with data": (lambda x, b, m: (x[:, 0], b["d"][:, 0]), MIXED),
     "rows with rows, step by step": (lambda x, b, m: (x.transpose(0, 1), x.sin().transpose(0, 1)), MIXED),
 }
-
 
 def products() -> Iterator[Row]:
     """Matrix products: with the model's own, with data of the sample, with other samples."""
@@ -462,7 +441,6 @@ def products() -> Iterator[Row]:
     ]
     yield from (Row(*row, windows=((3, 2, 5), (3, 2 if row[0] == "Pdist" else 1, 4))) for row in rows)
 
-
 def vectors() -> Iterator[Row]:
     """Products of an output with one vector per sample; an einsum is a batch of one product, or of one per sample."""
     rows: dict[str, tuple[Make, str]] = {
@@ -487,7 +465,6 @@ MODES = {
     "Nearest": ("nearest", (1, 2, 3)), "NearestExact": ("nearest-exact", (1, 2, 3)), "Linear": ("linear", (1,)), "Bilinear": ("bilinear", (2,)),
     "Bicubic": ("bicubic", (2,)), "Trilinear": ("trilinear", (3,)),
 }
-
 
 def layers() -> Iterator[Row]:
     """Norms, attention, convolutions, pooling: samples stay apart along the first dimension, some also along the second."""
@@ -542,11 +519,9 @@ def layers() -> Iterator[Row]:
         if "Nearest" not in name:
             yield Row(name, "positions are samples", lambda x, b, m, f=f: f(x.movedim(0, -1)), MIXED, shape, ((5, 3, 7), (3, 5, 4)))
 
-
 def _full(x: Tensor, size: int, strength: float = 2.0) -> Tensor:
     """Matrices that are far from singular."""
     return 0.2 * x + strength * torch.eye(size, dtype=x.dtype) * torch.arange(1, size + 1)
-
 
 def matrices() -> Iterator[Row]:
     """What linear algebra makes of each matrix of a batch: samples are the batch, or rows, or columns."""
@@ -601,16 +576,13 @@ def matrices() -> Iterator[Row]:
     ]
     yield from (Row(*row, (3, 3), ((4, 2, 5), (6, 1, 4))) for row in rows)
 
-
 def _written(base: Tensor, at: Any, value: Any) -> Tensor:
     copy = base.clone()
     copy[at] = value
     return copy
 
-
 def _kept(x: Tensor, mask: Tensor) -> Tensor:
     return _written(x.sin(), mask, x[mask])
-
 
 def _filled(x: Tensor, order: Sequence[int]) -> Tensor:
     rows = torch.zeros_like(x)
@@ -618,20 +590,17 @@ def _filled(x: Tensor, order: Sequence[int]) -> Tensor:
         rows[place] = x[row].sin()
     return rows
 
-
 def _decoded(x: Tensor, *, first: bool = False) -> Tensor:
     steps = x.new_zeros(len(x), 3, 4) if first else x.new_zeros(3, len(x), 4)
     for step in range(3):
         steps[(slice(None), step) if first else step] = x[:, step] * (step + 1)
     return steps
 
-
 def _view_written(x: Tensor, at: Any) -> Tensor:
     copy = x.sin()
     view = copy[at]
     view.mul_(2)
     return view
-
 
 def writes() -> Iterator[Row]:
     """Copies, windows by strides, and parts written over: of samples' own, or of others'."""
@@ -686,7 +655,6 @@ def writes() -> Iterator[Row]:
 
 PAIRED = (("MseLoss", ""), ("SmoothL1Loss", ""), ("HuberLoss", ""), ("Abs", "l1_loss"))
 
-
 def losses() -> Iterator[Row]:
     """Losses with a reduction of their own, and without."""
     for how in ("none", "mean", "sum"):
@@ -720,7 +688,6 @@ LONE = {  # a micro-batch of one sample is a row of its own: what has one row ma
     *("NativeBatchNorm-of instances", "LinalgSolveTriangular-distances of a normal with a scale of its own"),
     "LinalgSolveTriangular-distances of a normal with a scale of data",
 }
-
 
 def rows() -> list[Row]:
     """Every row."""

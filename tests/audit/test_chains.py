@@ -70,5 +70,5 @@ def test_a_failure_is_shown_short() -> None:
     program = Program("F.linear(b['x'], m.token)", lines, ((2, 3, 1), (2, 2, 2)), 0)
     small = shrunk(program, verdict)
     assert small.lines == ("x = x - x.mean()", "loss = x.square().mean()")
-    assert len(small.windows) == 1
+    assert len(small.sizes) == 1
     assert "loss = x.square().mean()" in str(small)

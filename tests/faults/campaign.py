@@ -28,6 +28,7 @@ class Part:
     count: int
     draw: Callable[[int, int], Iterable[Case]]
     run: Callable[[Sequence[Case]], Iterator[Outcome]]
+    made_with: str = ""  # what its results depend on: with another one it begins anew
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def run(name: str, seed: int, parts: Sequence[Part], notes: Sequence[str], jobs:
     with progress() as bar:
         for part in parts:
             cases = list(part.draw(seed, part.count))
-            path = STATE / f"{name}-{part.name}-{seed}.jsonl"
+            path = STATE / f"{name}-{part.name}-{seed}{part.made_with}.jsonl"
             known = _read(path)
             left = [case for case in cases if case.number not in known]
             bad = sum(outcome.is_bad for outcome in known.values())
@@ -148,7 +149,11 @@ def _report(name: str, seed: int, done: Sequence[tuple[Case, Outcome]], notes: S
         rows = sorted({row for row, _ in counts})
         return Grid(title, ("", field, *found), [(*row, *(str(counts[row, kind]) for kind in found)) for row in rows])
 
-    grids = [grid(f"{len(done):,} cases, seed {seed}", "place"), grid("By error", "error"), grid("By mode", "mode")]
+    told: list[tuple[str, ...]] = [(c.mode, c.entrance, o.words) for c, o in done if o.words and not o.is_bad]
+    grids = [grid(f"{len(done):,} cases, seed {seed}", "place")]
+    grids += (
+        [Grid("What came out", ("", "", ""), told)] if told else [grid("By error", "error"), grid("By mode", "mode")]
+    )
     bad = [(c, o) for c, o in done if o.is_bad]
     if bad:
         rows: list[tuple[str, ...]] = [

@@ -1,10 +1,8 @@
 """`make kills`: a training process that is killed at random moments, and resumed until it is done."""
 
 import gc
-import os
+import multiprocessing
 import random
-import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -15,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tests.faults import campaign
 from tests.faults.injecting import Fault
@@ -86,10 +85,9 @@ class Laboratory:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         self._true: dict[tuple[str, str], tuple[float, Any]] = {}
-        for entrance, modes in MODES.items():  # what is imported and made at the first call is there in each child
-            for mode in modes:
-                with tempfile.TemporaryDirectory() as folder:
-                    train(Path(folder), entrance, mode)
+        for key in ((entrance, mode) for entrance, modes in MODES.items() for mode in modes):
+            with tempfile.TemporaryDirectory() as folder:  # what is imported at the first call is there in each child
+                train(Path(folder), *key)
         gc.collect()
         gc.freeze()
 
@@ -109,10 +107,9 @@ class Laboratory:
                 resumed += (folder / "checkpoint.pt").exists()
                 last = resumed and kills >= _KILLS
                 ended = _start(folder, *key, _PATIENCE if last else by.uniform(0.0, seconds / 2))
-                if ended is None and last:
-                    return Outcome("hang", f"resumed {resumed} times it did not end in {_PATIENCE:.0f} s")
-                if ended:
-                    return Outcome("lost", f"resumed {resumed} times it ended with status {ended}")
+                if ended or (ended is None and last):
+                    what = ("lost", f"with status {ended}") if ended else ("hang", f"not in {_PATIENCE:.0f} s")
+                    return Outcome(what[0], f"resumed {resumed} times it ended {what[1]}")
                 kills += ended is None
                 if ended == 0 and not resumed:  # too fast: once more
                     for path in folder.iterdir():
@@ -123,30 +120,20 @@ class Laboratory:
 
 
 def _left(folder: Path) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(torch.load(folder / "done.pt", weights_only=True))
+    leaves = pytree.tree_leaves(torch.load(folder / "done.pt", weights_only=True))
     return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | float | int)]
 
 
 def _start(folder: Path, entrance: str, mode: str, seconds: float = _PATIENCE) -> int | None:
     """Run a training in a process of its own; returns its status, or None where it was killed after these seconds."""
-    child = os.fork()
-    if not child:
-        try:
-            train(folder, entrance, mode)
-            os._exit(0)
-        except BaseException as error:  # noqa: BLE001 - its status tells
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        finally:
-            os._exit(1)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    child = multiprocessing.get_context("fork").Process(target=train, args=(folder, entrance, mode))
+    child.start()
+    child.join(seconds)
+    ended = child.exitcode
+    if ended is None:
+        child.kill()
+        child.join()
+    return ended
 
 
 _NOTES = [

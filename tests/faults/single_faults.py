@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree as pytree
 
 from tests.faults import snapshots
 from tests.faults.driving import POLICIES, Run, Trouble
@@ -114,7 +114,7 @@ class Laboratory:
         changed = snapshots.differing(final, {name: true.final[name] for name in final}, TOLERANCE)
         changed += snapshots.differing(random_numbers, true.random_numbers)
         changed += _other(run.said, true.said)
-        for before, after in zip(tree_leaves(batches), tree_leaves(tried.batches), strict=True):
+        for before, after in zip(pytree.tree_leaves(batches), pytree.tree_leaves(tried.batches), strict=True):
             changed += snapshots.differing({"batch": after}, {"batch": before})
         if changed:
             return Outcome("wrong", ", ".join(changed[:4]))

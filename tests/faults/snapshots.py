@@ -15,8 +15,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import _pytree as pytree
 
 from tests.faults.programs import Program
 
@@ -44,7 +44,7 @@ _FLOOR = 1e-2  # below this norm a number may be the rounding of larger ones tha
 
 def copied(tree: Any) -> Any:
     """Return it in tensors of its own."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def numbers(program: Program, *, buffers: bool = True, gradients: bool = True) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def numbers(program: Program, *, buffers: bool = True, gradients: bool = True) -
             found[f"buffer {i}"] = dict(model.named_buffers())
     for i, optimizer in enumerate(program.optimizers):
         found[f"optimizer state {i}"] = optimizer.state_dict()["state"]
-    return {keystr(path): copied(leaf) for path, leaf in tree_leaves_with_path(found)}
+    return {pytree.keystr(path): copied(leaf) for path, leaf in pytree.tree_leaves_with_path(found)}
 
 
 def randomness() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def surroundings(program: Program | None = None) -> dict[str, Any]:
     """Return what nobody sees until it is wrong: hooks, attributes, modes, patched functions."""
     found: dict[str, Any] = {
         "function modes": len(_get_current_function_mode_stack()),
-        "dispatch modes": len(_get_current_dispatch_mode_stack()),
+        "dispatch modes": len(dispatch._get_current_dispatch_mode_stack()),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._pytree import tree_map
+from torch.utils import _pytree as pytree
 
 import bigbatch
 from bigbatch import Accumulator, BigStep, Options, errors, verify
@@ -20,6 +20,7 @@ from bigbatch.update import Update
 from tests.zoo.program import Loss, Program
 
 UPDATES = 3
+Told = tuple[float, float | str | None]  # the norm; the loss, why there is none, or None where it is not exact
 CLIP_NORM = 1.0  # keeps every update in bounds; the norm before clipping is compared, so a wrong factor shows
 # No row of the table divides by its steps or draws random numbers: who is told so is accused falsely.
 _ACCUSATIONS = ("looks divided", "random numbers")
@@ -145,11 +146,25 @@ def _run(program: Program, entrance: str, seed: int, device: torch.device) -> Ru
 
 def _taking(
     program: Program, entrance: str, model: nn.Module, own: list[nn.Parameter], loss: Loss
-) -> Callable[[Any, tuple[int, ...]], tuple[float, float | str | None]]:
+) -> Callable[[Any, tuple[int, ...]], Told]:
     """Return what makes an update of a batch and its cuts, and tells the norm and the loss, or why there is none."""
     optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.9)
+    if entrance == "big_step":
+        given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": Options(collate=program.collate)}
+        step = BigStep(model, optimizer, loss, micro_batch_size=program.micro_batch, **given)
+        return lambda batch, _: _told(step(batch))
+    accumulator = None
+    if entrance == "accumulator":
+        accumulator = Accumulator(
+            model, optimizer, **{"steps": len(program.cuts), "clip_norm": CLIP_NORM, **program.settings}
+        )
 
-    def whole(batch: Any, _: tuple[int, ...]) -> tuple[float, float | str | None]:
+    def take(batch: Any, cuts: tuple[int, ...]) -> Told:
+        if accumulator is not None:
+            made = None
+            for micro_batch in accumulator.over([_cut(program, batch, sum(cuts[:i]), n) for i, n in enumerate(cuts)]):
+                made = accumulator.backward(loss(model, micro_batch))
+            return _told(made)
         value = loss(model, batch if program.collate is None else program.collate(batch))
         model.zero_grad()
         value.backward()
@@ -158,46 +173,28 @@ def _taking(
         model.zero_grad()
         return float(norm), float(value.detach())
 
-    def accumulated(batch: Any, cuts: tuple[int, ...]) -> tuple[float, float | str | None]:
-        made = None
-        for micro_batch in accumulator.over([_cut(program, batch, sum(cuts[:i]), n) for i, n in enumerate(cuts)]):
-            made = accumulator.backward(loss(model, micro_batch))
-        return _told(made)
-
-    if entrance == "accumulator":
-        settings = {"steps": len(program.cuts), "clip_norm": CLIP_NORM, **program.settings}
-        accumulator = Accumulator(model, optimizer, **settings)
-        return accumulated
-    if entrance == "big_step":
-        given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": Options(collate=program.collate)}
-        step = BigStep(model, optimizer, loss, micro_batch_size=program.micro_batch, **given)
-        return lambda batch, _: _told(step(batch))
-    return whole
+    return take
 
 
-def _told(made: Update | None) -> tuple[float, float | str | None]:
+def _told(made: Update | None) -> Told:
     if made is None or made.skipped or made.grad_norm is None:
         return math.nan, math.nan  # the optimizer was left alone
     try:
-        loss = float(made.loss)
+        return float(made.grad_norm), float(made.loss) if getattr(made, "loss_is_exact", True) else None
     except BigBatchError as error:
         return float(made.grad_norm), str(error)
-    return float(made.grad_norm), loss if getattr(made, "loss_is_exact", True) else None
 
 
 def _cut(program: Program, batch: Any, start: int, size: int) -> Any:
     if program.collate is None:
-        return tree_map(operator.itemgetter(slice(start, start + size)), batch)
+        return pytree.tree_map(operator.itemgetter(slice(start, start + size)), batch)
     return program.collate(batch[start : start + size])
 
 
 def _batch(program: Program, n: int, seed: int, device: torch.device) -> Any:
     """A batch in the model's own precision."""
-
-    def moved(t: Tensor) -> Tensor:
-        return (t if program.float64 or t.dtype != torch.float64 else t.float()).to(device)
-
-    return tree_map(moved, program.batch(n, seed))
+    own = {} if program.float64 else {torch.float64: torch.float32}
+    return pytree.tree_map(lambda t: t.to(device, own.get(t.dtype, t.dtype)), program.batch(n, seed))
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

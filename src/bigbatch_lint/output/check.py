@@ -1,18 +1,48 @@
-"""From paths to findings: which files, which rules for each, what they find."""
+"""From paths to findings, and findings as text for people and JSON for programs."""
 
 import os
+import shutil
+import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from unicodedata import category
 
 from bigbatch_lint.output.config import EXCLUDED, Settings, files_in, is_excluded, read_settings, settings_of
-from bigbatch_lint.output.report import Finding
 from bigbatch_lint.reading.source import Source, read_noqa, read_source
 from bigbatch_lint.rules import RULES, find
 
 # A file without one of each holds no training loop, and is not run.
 _GRADIENTS = ("backward", "_grad", "training_step")
 _STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "clear_grad")
+_LONGEST = 160  # characters of a line that are shown
+_READABLE = 100
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One mistake at one place; lines and columns count from 1, in a notebook within their cell."""
+
+    path: str
+    cell: int  # of a notebook, from 1; 0 in a plain file
+    line: int
+    column: int
+    code: str
+    slug: str
+    severity: str
+    message: str
+    remedy: str
+    end_line: int
+    text: str  # the line, as it is written
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data for JSON; a plain file has no cell."""
+        return {key: value for key, value in {**asdict(self), "cell": self.cell or None}.items() if key != "text"}
+
+
 Checked = tuple[list[Finding], tuple[str, ...]]  # what is found, and why something was not checked
 
 
@@ -57,3 +87,32 @@ def check(source: Source, codes: Collection[str] = frozenset(RULES)) -> list[Fin
             said = (rule.slug, rule.severity, message, rule.remedy)
             found.add(Finding(*place, code, *said, end, lines[first - 1].strip()))
     return sorted(found)
+
+
+def escaped(text: str) -> str:
+    """Return text without what moves a cursor, sets a title or turns a line round: names may hold anything."""
+    return "".join(c if c == "\t" or category(c) not in _UNSEEN else c.encode("unicode_escape").decode() for c in text)
+
+
+def wrapped(text: str) -> str:
+    """Return a line as several that fit the terminal; words stay whole."""
+    width = min(shutil.get_terminal_size().columns, _READABLE)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(escaped(text))
+
+
+def as_text(finding: Finding) -> str:
+    """Say where, what, the line itself, and what to do."""
+    cell = f"cell {finding.cell}:" if finding.cell else ""
+    place = escaped(f"{finding.path}:{cell}{finding.line}:{finding.column}")
+    line = escaped(finding.text)
+    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    parts = [f"{place}: {finding.code} {finding.severity} {finding.slug}", *([f"    {line}"] if line else [])]
+    return "\n".join([*parts, wrapped(f"  {finding.message}"), wrapped(f"  fix: {finding.remedy}"), "\n"])
+
+
+def summary(findings: list[Finding], files: int) -> str:
+    """Say how many findings of which severity there are."""
+    counts = Counter(finding.severity for finding in findings)
+    *parts, read = (f"{count} {name}{'s' * (count != 1)}" for name, count in [*sorted(counts.items()), ("file", files)])
+    return f"Found {', '.join(parts)} in {read} read." if parts else f"All checks passed: {read} read."

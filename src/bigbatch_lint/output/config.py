@@ -44,17 +44,16 @@ class Settings:
     def codes(self, command: "Settings | None" = None) -> frozenset[str]:
         """Return the codes that are selected and not ignored; of two beginnings that fit, the longer one decides."""
         given = command or Settings(())
-        select, ignore = given.select or self.select, (*self.ignore, *given.ignore)
-        for code in {*select, *ignore} - {"ALL"}:
+        chosen = given.select or self.select, (*self.ignore, *given.ignore)
+        select, ignore = (["" if code == "ALL" else code for code in each] for each in chosen)
+        for code in {*select, *ignore}:
             if not any(rule.startswith(code) for rule in RULES):
                 raise UsageError(f"no rule's code begins with {code!r}\nhint: The rules are {', '.join(RULES)}.")
-        return frozenset(code for code in RULES if _fit(code, select) > _fit(code, ignore))
 
+        def fit(code: str, beginnings: Iterable[str]) -> int:
+            return max((len(each) for each in beginnings if code.startswith(each)), default=-1)
 
-def _fit(code: str, beginnings: Iterable[str]) -> int:
-    """Return how much of a code its best beginning fits; -1 if none does."""
-    known = (each.replace("ALL", "") for each in beginnings)
-    return max((len(each) for each in known if code.startswith(each)), default=-1)
+        return frozenset(code for code in RULES if fit(code, select) > fit(code, ignore))
 
 
 def read_settings(path: Path) -> Settings | None:
@@ -72,12 +71,10 @@ def read_settings(path: Path) -> Settings | None:
     if not isinstance(table, dict):
         return None
     for key, value in table.items():
-        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if key not in _KEYS or not is_list:
+        if key not in _KEYS or not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             hint = f"It knows {', '.join(_KEYS)}, each a list of strings."
             raise UsageError(f"{path}: [tool.bigbatch.lint] cannot use {key} = {value!r}\nhint: {hint}")
-    lists: dict[str, Any] = {key: tuple(value) for key, value in table.items()}
-    settings = Settings(**lists, folder=path.parent)
+    settings = Settings(**{key: tuple(value) for key, value in table.items()}, folder=path.parent)
     try:
         settings.codes()
     except UsageError as error:

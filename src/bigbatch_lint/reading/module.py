@@ -4,7 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from bigbatch_lint.reading.names import announces_steps, called_name, children, dotted, last_part, role_of, walk
@@ -13,13 +13,9 @@ LONGEST_WINDOW = 64  # more is a batch size
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp)
 _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygrad"}
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
-_HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
 _IGNORED = 100  # negative: what torch leaves out of a cross-entropy by default
 _PADDED_MODELS = re.compile(r"For(CausalLM|ConditionalGeneration|Seq2SeqLM|MaskedLM|TokenClassification)$|LMHeadModel$")
-_PADDERS = frozenset(
-    "pad_token pad_token_id pad_sequence DataCollatorForSeq2Seq DataCollatorWithPadding "
-    "DataCollatorForLanguageModeling".split()
-)
+_PADDERS = re.compile(r"^pad_(token|token_id|sequence)$|^DataCollator(ForSeq2Seq|WithPadding|ForLanguageModeling)$")
 UPDATES = {"step", "zero_grad"}
 
 
@@ -41,7 +37,8 @@ class Module:
         self.calls: list[ast.Call] = self.of(ast.Call)
         self.words = {node.id if isinstance(node, ast.Name) else node.attr for node in self.of(ast.Name, ast.Attribute)}
         self.keywords = {node.arg or "" for node in self.of(ast.keyword)}
-        self.generators = {each for node in self.of(ast.Yield, ast.YieldFrom) for each in self._around(node)}
+        yields = set(self.of(ast.Yield, ast.YieldFrom))
+        self.generators = {each for each in self.functions if not yields.isdisjoint(walk(each))}
         self.called = {called_name(call) for call in self.calls}
         self.trains: set[ast.AST] = set()
         self.holds_loop: set[ast.AST] = set()
@@ -51,11 +48,6 @@ class Module:
     def of(self, *kinds: type[ast.AST]) -> list[Any]:
         """Return the nodes of some kinds."""
         return [node for node in self.nodes if type(node) in kinds]
-
-    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
 
     @property
     def is_of_another_library(self) -> bool:
@@ -72,8 +64,8 @@ class Module:
     @cached_property
     def pads_models(self) -> bool:
         """Tell whether a language model's own loss leaves out padding."""
-        pads = bool(self.words & _PADDERS) or "padding" in self.keywords or self.ignores_targets
-        return pads and any(_PADDED_MODELS.search(word) for word in self.words)
+        pads = any(map(_PADDERS.search, self.words)) or "padding" in self.keywords or self.ignores_targets
+        return pads and any(map(_PADDED_MODELS.search, self.words))
 
     def full_name(self, text: str) -> str:
         """Return `torch.nn.Linear` of `nn.Linear`."""
@@ -117,7 +109,6 @@ class Module:
         return [*names, ""][0], not sure, [*sizes, 4 if boundaries else 2][0]
 
     def _constants(self) -> Iterator[tuple[str, int]]:
-        """Yield the names that are bound to a number."""
         for node in self.of(ast.Assign, ast.Dict, ast.arguments, ast.keyword):
             pairs: Iterable[tuple[object, ast.AST]] = [(getattr(node, "arg", ""), getattr(node, "value", node))]
             if isinstance(node, ast.Assign):
@@ -140,16 +131,7 @@ class Module:
                 yield from _boundaries_in(each)
 
 
-@cache
-def mentions(node: ast.AST) -> tuple[frozenset[str], bool]:
-    """Return the names in an expression with all their beginnings, and whether it calls something."""
-    below = walk(node)
-    calls = {last_part(dotted(each.func)) for each in below if isinstance(each, ast.Call)}
-    return frozenset(map(dotted, below)) - {""}, not calls <= _HARMLESS
-
-
 def _is_torchs(call: ast.Call) -> bool:
-    """Tell `model.train()` and `optimizer.step()` from methods of the file that are called so."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return called_name(call) in {"train", "step", "update"} and owner is not None and role_of(dotted(owner)) is not None
 

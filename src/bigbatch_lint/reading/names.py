@@ -16,14 +16,14 @@ _STEPS = re.compile(
     r"update_?(freq|every|interval)|iter_?size|steps_per_update|virtual_batch|subdivisions|(^|_)gas$|batches_per_(step|update)",
     re.IGNORECASE,
 )
+_HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
 _FLAGS = re.compile(r"accumulator$|accumulate$")
 PIECES = re.compile(r"micro|chunk|window|split|group|shard|pieces|(^|_)mbs?$|(^|_)mini_?batch", re.IGNORECASE)
 _MASKS = re.compile(r"mask|(^|_)valid($|_)|not_?pad|non_?pad|(^|_)keep($|_)", re.IGNORECASE)
 _KEYS = re.compile(r"(^|\.)(batch|data|inputs?|samples?|items?|examples?|mb|micro_?batch)\w*\[['\"](\w+)['\"]\]$")
-BATCH_NORMS = re.compile(r"^(Sync|Lazy)?BatchNorm([123]d)?$")
-NORMED_NETWORKS = re.compile(
-    r"^(wide_)?res(net|next)\w*$|^densenet\d+$|^mobilenet\w*$|^efficientnet\w*$|^mnasnet\w*$|^shufflenet\w*$|"
-    r"^googlenet$|^inception_v3$|^vgg\d+_bn$|^regnet\w*$"
+NORMED = re.compile(  # layers and networks with BatchNorm
+    r"^(Sync|Lazy)?BatchNorm([123]d)?$|^(wide_)?res(net|next)\w*$|^densenet\d+$|^mobilenet\w*$|^efficientnet\w*$|^mnasnet\w*$|"
+    r"^shufflenet\w*$|^googlenet$|^inception_v3$|^vgg\d+_bn$|^regnet\w*$"
 )
 _LOSSES = re.compile(r"(^|_)loss(es)?(_?\w{1,3})?$|^loss_|^losses$", re.IGNORECASE)
 _ROLES: dict[Role, str] = {
@@ -91,9 +91,17 @@ def targets(node: ast.AST) -> frozenset[str]:
     return frozenset(dotted(part) for each in stored for part in walk(each)) - {""}
 
 
+@cache
+def mentions(node: ast.AST) -> tuple[frozenset[str], bool]:
+    """Return the names in an expression with all their beginnings, and whether it calls something."""
+    below = walk(node)
+    calls = {last_part(dotted(each.func)) for each in below if isinstance(each, ast.Call)}
+    return frozenset(map(dotted, below)) - {""}, not calls <= _HARMLESS
+
+
 def forget_nodes() -> None:
     """Forget what was noted on the nodes of a file."""
-    for noted in (dotted, children, walk, targets, source_of):
+    for noted in (dotted, children, walk, targets, source_of, mentions):
         noted.cache_clear()
 
 

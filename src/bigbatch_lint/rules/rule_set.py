@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import Literal
 
 from bigbatch_lint.reading.module import Module
-from bigbatch_lint.reading.names import BATCH_NORMS, NORMED_NETWORKS, announces_steps, called_name, dotted, walk
-from bigbatch_lint.rules.windows import Shape, TrainingLoop, rounds_in, weight_of
+from bigbatch_lint.reading.names import NORMED, announces_steps, called_name, dotted, forget_nodes, walk
+from bigbatch_lint.rules.windows import Shape, TrainingLoop, rounds_in, training_loops, weight_of
+from bigbatch_lint.running.interpreter import run_file
 from bigbatch_lint.running.values import Event, Kind
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
@@ -35,7 +36,8 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-_ALL: tuple[Shape, ...] = ("unknown", "engine", "plain", "each", "accumulating")
+_STEPPING: tuple[Shape, ...] = ("plain", "accumulating")
+_ALL: tuple[Shape, ...] = ("unknown", "engine", "each", *_STEPPING)
 
 
 def _rule(code: str, severity: Severity, remedy: str, *shapes: Shape) -> Callable[[Check], Check]:
@@ -122,7 +124,7 @@ def _off_by_one_modulo(loop: TrainingLoop) -> Iterator[Hit]:
         yield inside[0].place, reasons[first]
 
 
-@_rule("BB106", "error", "call optimizer.zero_grad() after each step", "plain", "accumulating")
+@_rule("BB106", "error", "call optimizer.zero_grad() after each step", *_STEPPING)
 def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
     inside, zeros = loop.steps_inside, loop.of("zero")
     if loop.has_framework or loop.of("handed") or not loop.windows or (loop.is_cleared and not inside):
@@ -198,17 +200,14 @@ def _misplaced(loop: TrainingLoop, kind: Kind, early: str, late: str) -> Iterato
             yield event.node, late
 
 
-@_rule("BB301", "error", "clip once, after the window's last backward and before the step", "plain", "accumulating")
+@_rule("BB301", "error", "clip once, after the window's last backward and before the step", *_STEPPING)
 def _clip_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
     early = "partial sums are clipped with every micro-batch, not the window's gradient once"
-    yield from _misplaced(
-        loop, "clip", early, "the gradient is clipped after a step and before backward has added to it"
-    )
+    late = "the gradient is clipped after a step and before backward has added to it"
+    return _misplaced(loop, "clip", early, late)
 
 
-@_rule(
-    "BB302", "error", "call scaler.unscale_(optimizer) once per window, right before clipping", "plain", "accumulating"
-)
+@_rule("BB302", "error", "call scaler.unscale_(optimizer) once per window, right before clipping", *_STEPPING)
 def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
     early = "gradients are unscaled with every micro-batch: what is added later is still scaled"
     yield from _misplaced(loop, "unscale", early, "gradients are unscaled after the step that used them")
@@ -222,7 +221,6 @@ def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
 
 
 def _repeated(loop: TrainingLoop, kind: Kind, message: str) -> Iterator[Hit]:
-    """Yield the first of what happens more than once per window."""
     for window in loop.windows:
         found = [event for event in window.events if event.kind == kind]
         rounds = {at.number if at else None for at in (event.round_of(loop.node) for event in found)}
@@ -250,7 +248,6 @@ def _ddp_without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
 
 @lru_cache(maxsize=8)  # asked for each loop of a file
 def _is_distributed(module: Module) -> bool:
-    """Tell whether a model is wrapped for data-parallel training with one process per device."""
     names = {module.full_name(called_name(call)).rpartition(".")[2] for call in module.calls}
     makers = [call for call in module.calls if called_name(call) in {"Fabric", "Trainer"}]
     words = [word.value for call in makers for word in call.keywords if word.arg == "strategy"]
@@ -310,4 +307,17 @@ def _has_batch_norm(module: Module, call: ast.Call) -> bool:
     if name == "create_model" and call.args and isinstance(call.args[0], ast.Constant):
         name = str(call.args[0].value)
     custom = any(word.arg == "norm_layer" for word in call.keywords)
-    return not custom and bool(BATCH_NORMS.search(name) or NORMED_NETWORKS.search(name))
+    return not custom and bool(NORMED.search(name))
+
+
+def find(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
+    """Yield what all rules find in a file, each place once."""
+    forget_nodes()
+    module, seen = Module(tree), set[tuple[str, ast.AST]]()
+    for events, steps in () if module.is_of_another_library else run_file(module):
+        for loop in training_loops(events, module, steps):
+            for code, rule in RULES.items():
+                for node, message in rule.check(loop) if loop.shape in rule.shapes else ():
+                    if (code, node) not in seen:
+                        seen.add((code, node))
+                        yield code, node, message

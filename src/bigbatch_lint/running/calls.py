@@ -5,17 +5,15 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from bigbatch_lint.reading.names import PIECES, last_part, role_made_by
-from bigbatch_lint.running.machine import Call, Machine, batch, computed
+from bigbatch_lint.running.machine import LONGEST, Call, Machine, batch, computed
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Items, Kind, Loss, Opaque, Via
 
-_LONGEST_LIST = 1000
 _LOADERS = re.compile("load|batches|stream|dl$")
-_NUMBER_FUNCTIONS: dict[str, Callable[..., object]] = {
-    "float": float, "int": int, "abs": abs, "round": round, "bool": bool, "min": min, "max": max,
-    "ceil": math.ceil, "floor": math.floor, "divmod": divmod, "gcd": math.gcd,
-}  # fmt: skip
+_NUMBERS = (float, int, abs, round, bool, min, max, divmod, math.ceil, math.floor, math.gcd)
+_NUMBER_FUNCTIONS: dict[str, Callable[..., object]] = {each.__name__: each for each in _NUMBERS}
 # What clears, unscales or updates, and what for; None: for anything.
 _ON_GRADIENTS: dict[str, tuple[Kind, str | None]] = {
     "zero_grad": ("zero", None), "zero_": ("zero", "gradient"), "update": ("update", "scaler"),
@@ -28,7 +26,7 @@ def _backward(machine: Machine, call: Call) -> object:
     loss, via, steps = Loss.given(first), "torch", getattr(receiver, "steps", None)
     divides: bool | None = False
     if role == "accelerator":
-        via, divides = role, steps not in {None, 1} if call.is_made else None
+        via, divides = role, steps not in {None, 1} if call.made else None
     elif role == "fabric" or call.name == "manual_backward" or call.full.startswith("torch."):
         pass
     elif role is None and (isinstance(receiver, Loss) or not isinstance(first, Loss)):
@@ -37,19 +35,23 @@ def _backward(machine: Machine, call: Call) -> object:
         loss = replace(loss, weight=None) if call.args or "gradient" in call.words else loss
     else:
         via = "engine"
-        divides = True if role == "engine" and call.is_made and "scale_wrt_gas" not in call.words else None
+        divides = True if role == "engine" and call.made and "scale_wrt_gas" not in call.words else None
     return machine.emit("backward", call.node, loss=loss, via=via, divides=divides, steps=steps)
 
 
 def _step(machine: Machine, call: Call) -> object:
     if call.role == "scheduler":
-        return None if call.args else machine.emit("scheduler", call.node, subject=call.on, is_unprepared=call.is_made)
+        return (
+            None
+            if call.args
+            else machine.emit("scheduler", call.node, subject=call.on, is_unprepared=call.made is not None)
+        )
     if call.role == "scaler":
         return machine.emit("step", call.node, via="scaler", subject=call.written(0))
     if call.role not in {"optimizer", "engine"}:
         return NotImplemented
     via: Via = "engine" if call.role == "engine" else "torch"
-    notes = {"is_unprepared": call.is_made, "has_closure": bool(call.args)}
+    notes = {"is_unprepared": call.made is not None, "has_closure": bool(call.args)}
     return machine.emit("step", call.node, via=via, subject=call.on, **notes)
 
 
@@ -57,7 +59,7 @@ def _on_gradients(machine: Machine, call: Call) -> object:
     kind, role = _ON_GRADIENTS[call.name]
     if role not in {None, call.role}:
         return NotImplemented
-    return machine.emit(kind, call.node, subject=call.on, is_unprepared=call.is_made)
+    return machine.emit(kind, call.node, subject=call.on, is_unprepared=call.made is not None)
 
 
 def _context(_: Machine, call: Call) -> object:
@@ -68,19 +70,18 @@ def _context(_: Machine, call: Call) -> object:
 def make(machine: Machine, call: Call) -> object:
     """Return what a function makes by its name; NotImplemented if that does not say."""
     if call.name.endswith("Loss") and call.name[:1].isupper():
-        reduction, masked = _reduction(machine, call)
-        return Opaque(call.name, "criterion", made=call.node, reduction=reduction, masked=masked)
+        return Opaque(call.name, "criterion", made=call.node, **_reduction(machine, call))
     role = role_made_by(call.name)
     return NotImplemented if role is None else Opaque(call.name, role, made=call.node, steps=call.words.get("steps"))
 
 
-def _reduction(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
+def _reduction(machine: Machine, call: Call) -> dict[str, Any]:
     """Return a loss's `reduction`, a mean unless it says otherwise; and the call if its mean leaves out targets."""
     said = call.words.get("reduction")
     reduction = said if isinstance(said, str) else "mean"
     masks = call.name.lower().replace("_", "") in {"crossentropy", "crossentropyloss", "nllloss"}
     ignores = "ignore_index" in call.words or machine.module.ignores_targets
-    return reduction, call.node if reduction == "mean" and masks and ignores else None
+    return {"reduction": reduction, "masked": call.node if reduction == "mean" and masks and ignores else None}
 
 
 def _deepspeed(_: Machine, call: Call) -> object:
@@ -159,19 +160,13 @@ def _groups(machine: Machine, call: Call) -> object:
     return Items(-(-whole // size), lambda k: Items(min(size, whole - k * size), batch, "pieces"), "batched")
 
 
-def _pieces(machine: Machine, call: Call) -> object:
-    return Items(machine.steps, lambda k: Loss.of(("piece", id(call), k)), "pieces")
-
-
-def _loss(machine: Machine, call: Call) -> object:
-    reduction, masked = _reduction(machine, call)
-    return Loss.of(id(call.node), reduction=reduction, masked=masked)
-
-
 def _scale(_: Machine, call: Call) -> object:
-    is_scaled = call.name == "scale"
-    unknown = is_scaled and call.role != "scaler"
-    return NotImplemented if unknown else replace(Loss.given(call.first), is_scaled=is_scaled)
+    is_scaled = call.name == "scale"  # apex' scale_loss does it by itself
+    return (
+        replace(Loss.given(call.first), is_scaled=is_scaled)
+        if call.role == "scaler" or not is_scaled
+        else NotImplemented
+    )
 
 
 def _reduced(_: Machine, call: Call) -> object:
@@ -205,7 +200,7 @@ def _divided(machine: Machine, call: Call) -> object:
 
 
 def _append(machine: Machine, call: Call) -> object:
-    if isinstance(call.receiver, list) and len(call.receiver) < _LONGEST_LIST:
+    if isinstance(call.receiver, list) and len(call.receiver) < LONGEST:
         call.receiver.extend(call.args[:1])
     if isinstance(call.first, Loss) and call.first.origins and call.on:
         machine.emit("keep", call.node, loss=call.first, subject=call.on)
@@ -226,11 +221,9 @@ def _len(machine: Machine, call: Call) -> object:
 
 
 def _next(_: Machine, call: Call) -> object:
-    items = call.first
-    if not isinstance(items, Items):
-        return batch()
+    items = call.first if isinstance(call.first, Items) else Items(None, batch)
     items.taken += 1
-    return items.item((items.taken - 1) % items.length if items.length else items.taken - 1)
+    return items.item((items.taken - 1) % (items.length or items.taken))
 
 
 def _same(_: Machine, call: Call) -> object:
@@ -254,9 +247,13 @@ _HANDLERS: dict[str, Callable[[Machine, Call], object]] = {
     "tqdm track progress_bar iter list notebook_tqdm log_every prefetch tuple reversed sorted": _same_items,
     "cycle repeat count": _endless,
     "islice batched chunked grouper ichunked": _groups,
-    "chunk split tensor_split sliced array_split": _pieces,
+    "chunk split tensor_split sliced array_split": lambda machine, call: Items(
+        machine.steps, lambda k: Loss.of(("piece", id(call), k)), "pieces"
+    ),
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
-    "binary_cross_entropy_with_logits kl_div cosine_embedding_loss ctc_loss": _loss,
+    "binary_cross_entropy_with_logits kl_div cosine_embedding_loss ctc_loss": lambda machine, call: Loss.of(
+        id(call.node), **_reduction(machine, call)
+    ),
     "scale scale_loss": _scale,
     "sum mean": _reduced,
     " ".join(_NUMBER_FUNCTIONS) + " clamp clamp_min clamp_ maximum": _number,

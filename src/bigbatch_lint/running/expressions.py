@@ -93,7 +93,6 @@ class Expressions(Machine):
         return replace(base.part(name), reduction="mean", masked=masked) if name == "loss" else base.part(name)
 
     def _member(self, base: Environment, name: str, text: str) -> object:
-        """Return an attribute of an object of the file."""
         method, found = self.module.method(base.cls, name), base.get(f"self.{name}")
         if found is not None or method is None:
             return self.unknown(text or name) if found is None else found
@@ -219,7 +218,8 @@ class Expressions(Machine):
         full = self.module.full_name(text)
         name = full.rpartition(".")[2] or (method.attr if method is not None else text)
         on = dotted(method.value) if method is not None else ""
-        call = Call(node, name, full, on, receiver, args, words, env)
+        owner = receiver if isinstance(receiver, Opaque) else UNKNOWN
+        call = Call(node, name, full, on, receiver, owner.role, owner.made, args, words, env)
         if "clip_grad" in name:
             return self.emit("clip", node, subject=on)
         thing = self.unknown(text) if function is None and text else function
@@ -237,7 +237,6 @@ class Expressions(Machine):
         return made
 
     def _of_thing(self, call: Call, thing: object, text: str) -> object:
-        """Call a scaler, a model or a criterion."""
         if not isinstance(thing, Opaque):
             return NotImplemented
         if thing.role == "scaler" and call.args and isinstance(call.args[0], Loss):

@@ -1,18 +1,21 @@
-"""Runs statements and functions: the skeleton of a script, on concrete numbers and opaque tensors."""
+"""Runs a file, its statements and functions: the skeleton of a script, on concrete numbers and opaque tensors."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import LONGEST_WINDOW, UPDATES, Module, decides_on_update
 from bigbatch_lint.reading.names import counts_steps, dotted, is_loss, last_part, source_of, targets, walk
 from bigbatch_lint.running.expressions import Expressions
 from bigbatch_lint.running.machine import Leave, batch
-from bigbatch_lint.running.values import PLAIN, UNKNOWN, Environment, Function, Items, Kind, Loss, Opaque, Round
+from bigbatch_lint.running.values import PLAIN, UNKNOWN, Environment, Event, Function, Items, Loss, Opaque, Round
 
+_Begin = Callable[[int], object]
 _EPOCHS = 2  # of loops around a training loop
 _WHILE = 11  # rounds of a loop without a length, at least
 _DEEPEST = 6  # calls of functions in one another
+Story = tuple[list[Event], int]  # what happened, and how many micro-batches a window has
 _PARTS = set("p param params opt optimizer optim name group param_group module sched scheduler".split())
 
 
@@ -25,8 +28,7 @@ class Interpreter(Expressions):
         self._statements: dict[type[ast.AST], Callable[..., object]] = {
             ast.Expr: lambda node, env: self.evaluate(node.value, env),
             ast.AugAssign: self._augmented,
-            ast.Assign: self._assignment,
-            ast.AnnAssign: self._assignment,
+            **dict.fromkeys((ast.Assign, ast.AnnAssign), self._assignment),
             ast.If: self._if,
             ast.For: self._for,
             ast.While: self._while,
@@ -63,10 +65,10 @@ class Interpreter(Expressions):
         text = dotted(target)
         value = self._kept_sum(target, text, value, source)
         if isinstance(target, ast.Attribute) and target.attr == "grad":
-            kind: Kind = "zero" if isinstance(source, ast.Constant) else "rescale"
             divides = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
             factor = self.evaluate(getattr(source, "right", None), env) if divides else None
-            self.emit(kind, target, subject=dotted(target.value), factor=factor)
+            cleared = isinstance(source, ast.Constant)
+            self.emit("zero" if cleared else "rescale", target, subject=dotted(target.value), factor=factor)
             return
         if text:
             name, moduli = last_part(text), self.module.moduli
@@ -88,21 +90,18 @@ class Interpreter(Expressions):
         return replace(found, is_setting=False) if isinstance(found, Opaque) and found.role is None else found
 
     def _augmented(self, node: ast.AugAssign, env: Environment) -> None:
-        """Run `a += b` as `a = a + b`."""
         total = self._sums.setdefault(node, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))
         self.assign(node.target, self.evaluate(total, env), env, total)
 
     def _kept_sum(self, target: ast.AST, text: str, value: object, source: ast.expr | None) -> object:
         """Record `total = total + loss`, which keeps the graph of every loss."""
         for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
-            if (
-                isinstance(value, Loss)
-                and value.origins
-                and isinstance(part, ast.BinOp)
-                and isinstance(part.op, ast.Add)
-            ):
+            is_sum = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add)
+            if is_sum and isinstance(value, Loss) and value.origins:
                 names = {dotted(each) for each in walk(part)} - {""}
-                if (part.left is target or text in names) and any(not text.startswith(each) for each in names):
+                if (getattr(part, "left", None) is target or text in names) and any(
+                    not text.startswith(each) for each in names
+                ):
                     self.emit("keep", target, loss=value, subject=text or source_of(target))
                     return value.part(id(target))
         return value
@@ -140,7 +139,6 @@ class Interpreter(Expressions):
         items = self.items_of(self.evaluate(node.iter, env), node.iter)
         rounds, is_micro = self._rounds(node, items)
         total = None if items.kind == "endless" or len(rounds) > (items.length or 0) else items.length
-
         like = Round(node, is_micro=is_micro, total=total, kind=items.kind, is_known=items.is_known)
         self._loop(node, like, rounds, env, lambda number: self.assign(node.target, items.item(number), env, None))
         self.run(node.orelse, env)
@@ -177,12 +175,7 @@ class Interpreter(Expressions):
         self._loop(node, like, range(1 if not trains else _EPOCHS if holds else windows), env, begin)
 
     def _loop(
-        self,
-        node: ast.For | ast.While,
-        like: Round,
-        rounds: Sequence[int],
-        env: Environment,
-        begin: Callable[[int], object],
+        self, node: ast.For | ast.While, like: Round, rounds: Sequence[int], env: Environment, begin: Begin
     ) -> None:
         """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether that ends it."""
         self.assigned.append(targets(node))
@@ -220,7 +213,7 @@ class Interpreter(Expressions):
         self.run(node.body, env)
         del self.contexts[depth:]
 
-    def _leave(self, node: ast.Return | ast.Raise | ast.Break | ast.Continue, env: Environment) -> None:
+    def _leave(self, node: ast.stmt, env: Environment) -> None:
         raise Leave(node, self.evaluate(node.value, env) if isinstance(node, ast.Return) else None)
 
     def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
@@ -262,3 +255,70 @@ class Interpreter(Expressions):
                 value = self.evaluate(default, env) if plain and getattr(value, "role", "") is None else value
             env[name] = value
         return env
+
+
+def run_file(module: Module) -> list[Story]:
+    """Return what happens in each run of the file: with all settings on, then off, where it asks for any.
+
+    A loader has two windows and a half, or two where the script refuses a leftover.
+    """
+    found, n = list[Story](), module.steps
+    for settings in (True, False):
+        machine = Interpreter(module, 2 * n + max(1, n // 2), settings=settings)
+        stories = _stories(machine)
+        found += stories if not machine.refuses_leftover else _stories(Interpreter(module, 2 * n, settings=settings))
+        if not machine.asked:
+            break
+    return found
+
+
+def _stories(machine: Interpreter) -> list[Story]:
+    module, env = machine.module, Environment()
+    with suppress(Leave):
+        machine.run(module.tree.body, env)
+    stories = [(machine.events, machine.steps)]
+    owners = {member: cls for cls in module.classes.values() for member in cls.body}
+    for only_uncalled in (True, False):
+        for function in module.functions:
+            trains = function in module.trains or function.name == "training_step"
+            called = function in machine.entered or (only_uncalled and function.name in module.called)
+            if trains and not called and function.name != "__init__":
+                machine.begin()
+                with suppress(Leave):
+                    _run_root(machine, function, owners.get(function), env)
+                stories.append((machine.events, machine.steps))
+    return stories
+
+
+def _run_root(machine: Interpreter, node: ast.FunctionDef, owner: ast.ClassDef | None, env: Environment) -> None:
+    """Call a function that is called from elsewhere: once, or with every micro-batch."""
+    module, function = machine.module, Function(node, env)
+    if owner is not None:
+        with suppress(Leave):
+            made = machine.construct(owner, env)
+            function = Function(node, made, made)
+    bases = {last_part(dotted(base)) for base in (owner.bases if owner else ())}
+    by_lightning = node.name == "training_step" and "LightningModule" in bases
+    if not by_lightning and node in module.holds_loop:
+        counted = [each.target for each in walk(owner) if isinstance(each, ast.AugAssign)] if owner else []
+        # What an object counts goes on in its next call.
+        for _ in range(2 if any(dotted(each).startswith("self.") for each in counted) else 1):
+            machine.call_function(function, (), {})
+        return
+    names = [each.arg for each in node.args.args][owner is not None :]
+    machine.assigned.append(frozenset(names))
+    # Lightning counts the batches; others' numbers may mean anything.
+    counters = [name for name in names if by_lightning and name.startswith(("batch_i", "batch_n"))]
+    total = machine.length if by_lightning else None
+    for number in range(machine.length):
+        machine.rounds = [Round(node, number, is_micro=True, total=total, kind="range")]
+        with suppress(Leave):
+            loss = machine.call_function(function, (), dict.fromkeys(counters, number))
+            loss = loss.get("loss") if isinstance(loss, dict) else loss
+            if by_lightning and isinstance(loss, Loss) and "automatic_optimization" not in module.words:
+                # The framework runs the backward of the loss that it is given.
+                place = [node, *(each for each in walk(node) if isinstance(each, ast.Return))][-1]
+                is_told = "accumulate_grad_batches" in module.keywords
+                machine.emit("backward", place, loss=loss, via="lightning", divides=is_told or None)
+    machine.rounds = []
+    machine.emit("end", node, is_exhausted=by_lightning)

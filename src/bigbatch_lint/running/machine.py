@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigbatch_lint.reading.module import Module, mentions
-from bigbatch_lint.reading.names import PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of, source_of
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import PIECES, Role, counts_steps, dotted, is_loss, last_part, mentions, role_of
 from bigbatch_lint.running.values import UNKNOWN, Environment, Event, Function, Items, Kind, Loss, Opaque, Round
 
 _ENDLESS = re.compile(r"infinite|endless|forever|cycle", re.IGNORECASE)
 _BUDGET = 150_000  # statements
 _LARGEST = 10**12  # numbers beyond are no counters
-_LONGEST = 1000  # texts and lists beyond are not kept
+LONGEST = 1000  # texts and lists beyond are not kept
 _HELD_BACK = {"step", "zero", "scheduler"}  # by Accelerate, until its window is full
 Operand = tuple[object, ast.expr]  # a value, and how it is written
 _TOOLS = {"optimizer", "scheduler", "scaler", "model", "criterion", "mask"}
@@ -115,7 +115,7 @@ class Machine:
             return value
         if isinstance(value, (list, tuple)):
             return Items(len(value), lambda k: value[k] if k < len(value) else UNKNOWN, "list", is_known=True)
-        if _ENDLESS.search(source_of(node)):
+        if _ENDLESS.search(" ".join(mentions(node)[0])):
             return Items(None, batch, "endless")
         cut = PIECES.search(last_part(dotted(node)))
         return Items(self.steps, batch, "pieces") if cut else Items(self.length, batch)
@@ -133,7 +133,7 @@ def computed(function: Callable[..., object], *values: object) -> object:
     except (TypeError, ValueError, ArithmeticError):
         return UNKNOWN
     too_large = isinstance(found, int | float) and not -_LARGEST < found < _LARGEST
-    return UNKNOWN if too_large or (isinstance(found, (str, list, tuple)) and len(found) > _LONGEST) else found
+    return UNKNOWN if too_large or (isinstance(found, (str, list, tuple)) and len(found) > LONGEST) else found
 
 
 @dataclass(eq=False)
@@ -145,6 +145,8 @@ class Call:
     full: str  # `torch.nn.functional.cross_entropy`
     on: str  # the text of what a method is called on
     receiver: object
+    role: Role | None  # of the receiver
+    made: ast.AST | None  # where the file has made the receiver; what `prepare` returns is of unknown making
     args: list[object]
     words: dict[str, object]
     env: Environment
@@ -153,16 +155,6 @@ class Call:
     def first(self) -> object:
         """Return the first argument."""
         return self.args[0] if self.args else next(iter(self.words.values()), None)
-
-    @property
-    def role(self) -> Role | None:
-        """Return what the receiver is for."""
-        return self.receiver.role if isinstance(self.receiver, Opaque) else None
-
-    @property
-    def is_made(self) -> bool:
-        """Tell whether the receiver is called as the file has made it; what `prepare` returns is of unknown making."""
-        return isinstance(self.receiver, Opaque) and self.receiver.made is not None
 
     def argument(self, position: int, word: str) -> object:
         """Return an argument given by position or by name."""

@@ -110,12 +110,7 @@ class Environment(dict[str, object]):
 
     def find(self, name: str) -> object:
         """Return what a name is bound to; None if it is not."""
-        scope: Environment | None = self
-        while scope is not None:
-            if name in scope:
-                return scope[name]
-            scope = scope.outer
-        return None
+        return self[name] if name in self else self.outer.find(name) if self.outer is not None else None
 
     def bind(self, name: str, value: object, *, outside: bool = False) -> None:
         """Bind a name here; an attribute in its object; where it is bound outside, as `global` and `nonlocal` say."""
