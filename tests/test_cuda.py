@@ -78,17 +78,20 @@ def train(
 
 def train_big(  # noqa: PLR0917 - the same as train, for the same call
     network: nn.Module, data: list[Batch], loss: Loss, make: Callable[..., Any], steps: int, clip: float | None
-) -> None:
-    """Train on the big batches themselves."""
-    optimizer = make(network.parameters())
+) -> list[float]:
+    """Train on the big batches themselves; returns their losses."""
+    optimizer, losses = make(network.parameters()), []
     for start in range(0, len(data), steps):
         window = data[start : start + steps]
         big = (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))
-        loss(network, big).backward()
+        found = loss(network, big)
+        found.backward()
+        losses.append(found.item())
         if clip is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
+    return losses
 
 
 def distance(a: nn.Module, b: nn.Module) -> float:
@@ -111,6 +114,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_accumulated_is_the_big_batch_on_the_gpu(loss: Loss, make: Callable[..., Any], clip: float | None) -> None:
     """Weights after three updates equal those of the real big batches, in float64."""
     data = batches([8, 8, 5, 8, 3, 8, 8, 1])
+    if loss is cross_entropy:
+        data[3][1].fill_(-100)  # a count of 0 at the start of a window does not spoil the weights of the rest
     mine, true = model(), model()
     updates = train(mine, data, loss, make, 3, clip_norm=clip)
     train_big(true, data, loss, make, 3, clip)
@@ -195,16 +200,6 @@ def test_a_window_without_targets_makes_no_update(make: Callable[..., Any]) -> N
     assert update is not None
     assert update.skipped
     assert all(torch.equal(before[key], value) for key, value in network.state_dict().items())
-
-
-def test_a_first_micro_batch_without_targets_is_exact() -> None:
-    """A count of 0 at the start does not spoil the weights of the rest."""
-    data = batches([4, 8, 5])
-    data[0][1].fill_(-100)
-    mine, true = model(), model()
-    train(mine, data, cross_entropy, OPTIMIZERS["sgd"], 3)
-    train_big(true, data, cross_entropy, OPTIMIZERS["sgd"], 3, None)
-    assert distance(mine, true) < 1e-12
 
 
 def test_counts_that_lose_their_ratio_on_the_device_are_refused_before_the_step() -> None:

@@ -134,6 +134,11 @@ def _as_on_a_device(patch: Any) -> None:
     patch.setattr(readings, "targets", _counted_on_a_device)
 
 
+def graphs_of(step: BigStep, patch: Any) -> Replayed:
+    """Return the graphs of micro-steps: those of a device, or emulated ones."""
+    return step._runner.steps or emulated(step, patch)
+
+
 def whole_emulated(step: BigStep, patch: Any) -> Replayed:
     """Let a step on the CPU replay whole windows, as with Options(cuda_graph=True) on a GPU; returns their graphs."""
     return _emulated(step, patch, "whole", WholeWindows, graph_windows=True)
@@ -153,6 +158,6 @@ def _emulated(step: Any, patch: Any, name: str, kind: Any, **execution: bool) ->
     return getattr(runner, name)
 
 
-def gave_up(step: BigStep) -> bool:
-    """Whether a step captures nothing any more."""
-    return step._runner.steps is None and step._runner.whole is None
+def captures(step: BigStep) -> list[str]:
+    """What a step still captures: micro-steps, whole windows."""
+    return [name for name in ("steps", "whole") if getattr(step._runner, name) is not None]
