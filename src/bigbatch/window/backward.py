@@ -84,8 +84,7 @@ class Starts:
 
     def correction(self) -> Count:
         """Return what else gradients are to be multiplied with."""
-        scale = self.scale()
-        if scale is None or self._scaler is None:
+        if self._scaler is None or (scale := self.scale()) is None:
             return self.residual
         # The scale that they will be divided by over the one they have: 1, unless others use the scaler, too.
         ratio = self._scaler.scale(torch.ones_like(scale)).double() / scale.double()

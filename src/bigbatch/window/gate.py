@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -58,15 +58,12 @@ class Admission:
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
             divisors=divisors,
         )
-        self.reader = Reader(surroundings)
+        self.reader, self.hints, self._own = Reader(surroundings), Hints(), surroundings.own
         self._scanned: set[int] = set()  # kinds of graphs that were looked through as a whole
         self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
-        self.only_own = not parts
-        self._own = surroundings.own
-        self._is_sharded = bool(parts)
+        self.only_own, self._is_sharded = not parts, bool(parts)
         self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
-        self.hints = Hints()
         self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
         self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
         _present.add(self)
@@ -105,13 +102,12 @@ class Admission:
 
     @contextmanager
     def _sparing(self) -> Iterator[None]:
-        ours = all_parameters(self._optimizers)
         if self._walked is None:
             # A loss may run through models that others train, as a generator's through its discriminator.
             every = {id(model): model for each in _present for model in each.models}.values()
             parts = sharded([*every])
             self._walked = parts, [*parameters_of(parts)], [p for model in every for p in model.parameters()]
-        parts, shards, parameters = self._walked
+        (parts, shards, parameters), ours = self._walked, all_parameters(self._optimizers)
         # The outermost of sharded modules has whole parameters until its backward, whose gradients may wait for more.
         own = {id(p) for p in ours}
         own |= {id(p) for each in shards if id(each.sharded_param) in own for p in tensors_of(each)}
@@ -237,7 +233,8 @@ class Questions:
         self.anywhere, self._refused = asked_anywhere[0], None
 
 
-_NODES_LOOKED_AT = 96
+_NODES_LOOKED_AT, _TERMS_LOOKED_AT = 96, 64
+_BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
 
@@ -264,12 +261,8 @@ def kind_of_graph(value: Tensor) -> int:
 
 def scan(value: Tensor) -> Scan:
     """Look through a whole graph."""
-    found, stack, seen = Scan(), [value.grad_fn], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    found = Scan()
+    for node in _nodes(value):
         name = operation(node)
         found.reentrant_checkpoint |= name == "CheckpointFunction"
         found.alone |= name == "_Alone"
@@ -280,23 +273,13 @@ def scan(value: Tensor) -> Scan:
             found.resting.add(0 if mean is None else mean.data_ptr())
         elif name in _BATCH_NORMS:  # instance norm is a batch norm of one batch, (1, samples x channels, ...)
             found.batch_norm |= shape(node)[0] > 1
-        stack.extend(below for below, _ in edges(node))
     return found
-
-
-_BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
-_TERMS_LOOKED_AT = 64
 
 
 def refuse_scaled(loss: Tensor, scaler: GradScaler) -> None:
     """Refuse a loss that has the scaler's own tensor among its factors, or those of its terms."""
-    scale = getattr(scaler, "_scale", None)
-    stack, looked = [loss.grad_fn], 0
-    while stack and scale is not None and looked < _TERMS_LOOKED_AT:
-        node = stack.pop()
-        if node is None or operation(node) not in _BETWEEN_TERMS:
-            continue
-        looked += 1
+    scale: Any = getattr(scaler, "_scale", None)
+    for node in islice(_nodes(loss, _BETWEEN_TERMS), _TERMS_LOOKED_AT) if scale is not None else ():
         factors = (saved_tensor(node, "other"), saved_tensor(node, "self")) if operation(node) == "Mul" else ()
         if any(factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors):
             raise LossError(
@@ -304,4 +287,14 @@ def refuse_scaled(loss: Tensor, scaler: GradScaler) -> None:
                 fix="accumulator.backward(loss)",
                 fix_in_step="return loss",
             )
-        stack.extend(below for below, _ in edges(node))
+
+
+def _nodes(value: Tensor, through: frozenset[str] | None = None) -> Iterator[Node]:
+    """Yield the nodes of a graph from its end on, perhaps only as far as it goes `through` some operations."""
+    stack, seen = [value.grad_fn], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen and (through is None or operation(node) in through):
+            seen.add(node)
+            yield node
+            stack.extend(below for below, _ in edges(node))

@@ -25,11 +25,9 @@ _COMPARED = 8  # losses that come with a count, with what their graphs show
 class Hints:
     """What an accumulator has warned of."""
 
-    def __init__(self) -> None:
-        """Have warned of nothing."""
-        self._of_division = self.saw_layers = self.saw_hooks = False
-        self.to_compare = _COMPARED
-        self._compared: tuple[float, float] | None = None  # the first of the window
+    saw_layers = saw_hooks = _of_division = False
+    to_compare = _COMPARED
+    _compared: tuple[float, float] | None = None  # the first of the window
 
     def check_division(self, loss: Tensor, terms: Sequence[Term], steps: int, ranks: int) -> None:
         """Warn of a loss that is divided by `steps`, the number of ranks or both."""
@@ -114,9 +112,8 @@ def _looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
     A factor of one over it, `0.5 * loss`, is a weight; and so is the mean of as many terms, or a sum over as many rows.
     """
     node = value.grad_fn
-    if node is None or number == 1 or operation(node) != "Div":
-        return False
-    if len(terms) == number or any(term.divided for term in terms):
+    is_weight = number == 1 or len(terms) == number or any(term.divided for term in terms)
+    if node is None or is_weight or operation(node) != "Div":
         return False
     with unseen():
         return saved_number(node, "other") == number

@@ -189,7 +189,6 @@ class Stepper:
     def _apply(
         self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None
     ) -> bool | Tensor:
-        """Step every optimizer, or none."""
         fused = [_is_fused(optimizer) for optimizer in active]
         takes = bool(active) and self.scaler is None and all(fused)  # kernels that take numbers as attributes
         if nonfinite is not None and (self.schedulers or not takes or not all(map(_has_state, active))):
@@ -215,7 +214,6 @@ class Stepper:
         return nonfinite if nonfinite is not None else bool(active) and not self._stepped
 
     def _step_all(self, active: Sequence[Optimizer], fused: Sequence[bool], handed: dict[str, Tensor]) -> None:
-        """Step with our own mark on it, and with what fused kernels take as attributes."""
         self._stepped, self._stepping = False, True
         try:
             for optimizer, is_fused in zip(active, fused, strict=True):

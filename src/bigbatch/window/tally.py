@@ -80,7 +80,7 @@ class Ledger:
         gradients are added to these before the window ends.
         """
         self.steps, self.small, self.in_common, self.provisional = steps, small, in_common, provisional
-        self.once = 1.0 / ranks
+        self.once = 1.0 / ranks  # this rank's share of a term that counts once
         self.pending: list[tuple[Tensor, Count]] = []  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
@@ -282,24 +282,12 @@ class Ledger:
 
     def statement(self) -> Statement:
         """Return what this window came to."""
-        are_several = self.once < 1.0 and self.kind == "mean" and len(self.reference) > 0
-        return Statement(
-            self.kind,
-            self.total,
-            self.loss,
-            self.plain,
-            self.micro_batches,
-            self.loss_known,
-            self.precise,
-            self.nothings,
-            shares_once=self.shares_once and self.kind != "mean",
-            ratio=self._ratio() if are_several else -1.0,
-        )
-
-    def _ratio(self) -> Count:
-        """Return one number for the ratios of several counts to the first: ranks must have the same."""
-        rest = enumerate(self.reference[1:], 1)
-        return sum((math.sqrt(place + 1.0) * count / self.reference[0] for place, count in rest), start=1.0)
+        ratio: Count = -1.0  # one number for the ratios of several counts to the first: ranks must have the same
+        if self.once < 1.0 and self.kind == "mean" and self.reference:
+            rest = enumerate(self.reference[1:], 1)
+            ratio = sum((math.sqrt(place + 1.0) * count / self.reference[0] for place, count in rest), start=1.0)
+        mine = self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, self.precise
+        return Statement(*mine, self.nothings, shares_once=self.shares_once and self.kind != "mean", ratio=ratio)
 
     def correction(self, agreement: Statement | None = None) -> Count:
         """Return what the summed gradient is to be multiplied with; `agreement` is that of all ranks."""

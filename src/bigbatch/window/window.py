@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
 from bigbatch.update import Update
 from bigbatch.window.all_at_once import is_hollow, weigh_together
 from bigbatch.window.backward import Starts, refuse_rounded_weights, run_backward, weigh_terms
-from bigbatch.window.gradients import Gradients, refuse_unfit
+from bigbatch.window.gradients import Gradients, all_parameters
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger, Weights, copied
 
@@ -34,14 +34,7 @@ class Alike:
     start: Tensor | None = None
 
 
-class State(Enum):
-    """What a window is in. What begins to change it marks it BROKEN, and OPEN again when all of it is done."""
-
-    OPEN = auto()
-    BROKEN = auto()
-    CLOSED = auto()
-
-
+State = Enum("State", "OPEN BROKEN CLOSED")  # what begins to change a window marks it broken until all of it is done
 OPEN, BROKEN, CLOSED = State
 
 
@@ -307,7 +300,7 @@ class Window:
             self._refuse_unreached()
 
     def _refuse_unreached(self) -> None:
-        self._reached = self.gradients.came()
+        self._reached = any(p.grad is not None for p in self.gradients.parameters)
         if not self._reached:
             self.state = OPEN
             raise LossError(
@@ -360,7 +353,8 @@ class Window:
     def _close(self, *, goes_on: bool, stepping: bool) -> Update:
         """Agree on what was counted, correct, add up and step. One process agrees with itself, without waiting."""
         ledger, gradients, team, stepper = self.ledger, self.gradients, self._team, self._stepper
-        ledger.fold()
+        if ledger.pending:
+            ledger.fold()
         ledger.refuse_late()
         agreement = ledger.statement()
         if not team.is_alone:
@@ -446,7 +440,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a window was saved that `refuse_unfit` has let pass; where that fails, nothing goes on."""
+        """Go on where a window was saved that `refuse_unfit_window` has let pass; where that fails, nothing goes on."""
         self.state, ledger, gradients = BROKEN, self.ledger, self.gradients
         try:
             ledger.load_state_dict(state)
@@ -474,4 +468,15 @@ def refuse_unfit_window(state: object, stepper: Stepper, dtype: torch.dtype | No
     wanted = {"gradients", "residual", "double", "micro_batches", "total"}
     if not isinstance(state, dict) or wanted - state.keys():
         raise StateError(f"this is not the window of an Accumulator: it should hold {', '.join(sorted(wanted))}")
-    refuse_unfit(state["gradients"], stepper.optimizers, dtype)
+    saved, parameters = state["gradients"], [p for p in all_parameters(stepper.optimizers) if p.requires_grad]
+    fits = all(
+        gradient is None
+        or (gradient.shape == p.shape and gradient.dtype in {p.dtype, dtype if p.dtype in LOW_PRECISION else p.dtype})
+        for gradient, p in zip(saved, parameters, strict=False)
+    )
+    if len(saved) != len(parameters) or not fits:
+        raise StateError(
+            f"this window does not fit: it was saved with {len(saved)} trainable parameters, and the optimizer has "
+            f"{len(parameters)}, or with others or in another gradient_dtype.",
+            fix="the same model, optimizer and gradient_dtype that it was saved with",
+        )
