@@ -5,6 +5,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,35 +38,20 @@ class Once:
 
     def __init__(self, error: BaseException) -> None:
         self.error: BaseException | None = error
-        self.calls = 0
 
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, *_: Any, **__: Any) -> Any:
         """Fail, or do nothing."""
-        self.calls += 1
         error, self.error = self.error, None
         if error is not None:
             raise error
 
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Fail before a function runs."""
+        return lambda *args, **kwargs: (self(), function(*args, **kwargs))[1]
 
-def before(once: Once, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Fail before a function runs."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        once()
-        return function(*args, **kwargs)
-
-    return run
-
-
-def after(once: Once, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Fail when a function has run, as Ctrl-C may."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = function(*args, **kwargs)
-        once()
-        return found
-
-    return run
+    def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Fail when a function has run, as Ctrl-C may."""
+        return lambda *args, **kwargs: (function(*args, **kwargs), self())[0]
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -79,31 +65,30 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: torch.OutOfMemoryError("out of memory"),
     "runtime": lambda: RuntimeError("device-side assert triggered"),
 }
-COUNTING: dict[str, tuple[type, str, Callable[[Once, Callable[..., Any]], Callable[..., Any]]]] = {
-    "before the count": (Gradients, "remember", after),
-    "before the step": (Window, "close", before),
-    "in the step": (Statement, "big_loss", before),
-}
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
-    ("where", "place"), [("before the count", 0), ("before the count", 1), ("before the step", 2), ("in the step", 2)]
+    ("where", "place"),
+    [
+        ((Gradients, "remember", Once.after), 0),  # before the count
+        ((Gradients, "remember", Once.after), 1),
+        ((Window, "close", Once.before), 2),  # before the step
+        ((Statement, "big_loss", Once.before), 2),  # in it
+    ],
 )
 def test_a_failure_after_a_backward_breaks_the_window(
-    where: str, place: int, error: str, monkeypatch: pytest.MonkeyPatch
+    where: tuple[type, str, Callable[..., Any]], place: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that tries the micro-batch again must not count it twice."""
-    owner, name, around = COUNTING[where]
-    training = Training(steps=3, case=PLAIN)
+    training, fault = Training(steps=3, case=PLAIN), ERRORS[error]()
     for batch in BATCHES[:place]:
         training.backward(batch)
-    fault = ERRORS[error]()
+    owner, name, around = where
     monkeypatch.setattr(owner, name, around(Once(fault), getattr(owner, name)))
     with pytest.raises(type(fault)):
         training.backward(BATCHES[place])
-    calls: list[Callable[[], object]] = [lambda: training.backward(BATCHES[place]), training.accumulator.flush]
-    for call in calls:
+    for call in (partial(training.backward, BATCHES[place]), training.accumulator.flush):
         with pytest.raises(WindowBroken, match=r"(?s)backward.*failed.*accumulator.discard\(\)"):
             call()
     training.accumulator.discard()
@@ -130,18 +115,13 @@ def test_what_fails_at_the_end_is_named(name: str, scaler: torch.amp.GradScaler 
     training.backward(MASKED_BATCHES[0])
     with pytest.raises(OSError, match="no space"):
         training.backward(MASKED_BATCHES[1])
-    calls: list[Callable[[], object]] = [
-        lambda: training.backward(MASKED_BATCHES[0]),
-        training.accumulator.flush,
-        training.accumulator.state_dict,
-        lambda: training.accumulator.over(MASKED_BATCHES),
-    ]
-    told = re.escape(text.format("failed with OSError: no space left on device."))
-    for call in calls:
+    told, accumulator = re.escape(text.format("failed with OSError: no space left on device.")), training.accumulator
+    again = partial(training.backward, MASKED_BATCHES[0])
+    for call in (again, accumulator.flush, accumulator.state_dict, partial(accumulator.over, MASKED_BATCHES)):
         with pytest.raises(WindowBroken, match=told + r"(.|\n)*accumulator.discard\(\)") as caught:
             call()
         assert isinstance(caught.value.__cause__, OSError)
-    training.accumulator.discard()
+    accumulator.discard()
     training.assert_untouched()
     remove()
     training.train(MASKED_BATCHES[:4])
@@ -212,11 +192,11 @@ MODES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Tensor], 
     "norms": (normed, lambda m, b: m(b["x"]).square().mean(), Options()),
 }
 STEPPING: dict[str, Callable[[Any, Any, Once, pytest.MonkeyPatch], object]] = {
-    "scheduler": lambda _, s, once, patch: patch.setattr(s, "step", before(once, s.step)),
+    "scheduler": lambda _, s, once, patch: patch.setattr(s, "step", once.before(s.step)),
     "pre-hook": lambda o, _, once, __: o.register_step_pre_hook(once),
     "post-hook": lambda o, _, once, __: o.register_step_post_hook(once),
-    "end of the step": lambda _, __, once, patch: patch.setattr(Stepper, "step", after(once, Stepper.step)),
-    "end of the window": lambda _, __, once, patch: patch.setattr(Window, "close", after(once, Window.close)),
+    "end of the step": lambda _, __, once, patch: patch.setattr(Stepper, "step", once.after(Stepper.step)),
+    "end of the window": lambda _, __, once, patch: patch.setattr(Window, "close", once.after(Window.close)),
 }
 
 
@@ -290,19 +270,26 @@ def test_a_rank_without_samples_keeps_no_gradient_of_a_step_that_failed() -> Non
 # What a failed attempt has changed.
 
 
-@pytest.mark.parametrize("which", ["buffers", "randomness"])
+def noting(calls: set[type], restore: Callable[[Any], None], owner: Any) -> None:
+    """Note whose `restore` is called."""
+    calls.add(type(owner))
+    restore(owner)
+
+
+@pytest.mark.parametrize("which", [Buffers, Randomness])
 @pytest.mark.parametrize("during", ["micro-batch", "count"])
-def test_what_cannot_be_restored_is_raised(which: str, during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_restored_is_raised(which: type, during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory, and again while its traces are removed: another try would start from other numbers."""
     seed()
     model = Restless(Bomb())
     step = BigStep(model, sgd(trained(model)), restless_loss, micro_batch_size=4)
     for number in range(2):  # samples are compared in both
         step(rows(8, number))
-    calls: list[str] = []
-    for owner, name in ((Buffers, "buffers"), (Randomness, "randomness")):
-        fault = Once(torch.OutOfMemoryError("out of memory")) if name == which else lambda: None
-        monkeypatch.setattr(owner, "restore", noted(calls, name, fault, owner.restore))
+    calls = set[type]()
+    for owner in (Buffers, Randomness):
+        noted: Any = Once(torch.OutOfMemoryError("out of memory")).before if owner is which else partial
+        restore = noted(owner.restore)
+        monkeypatch.setattr(owner, "restore", lambda each, restore=restore: noting(calls, restore, each))
     if during == "count":
         with pytest.raises(WindowBroken, match="could not be restored"), untouched([model]):
             raise MemoryError
@@ -310,18 +297,7 @@ def test_what_cannot_be_restored_is_raised(which: str, during: str, monkeypatch:
         step.before_step(Once(torch.OutOfMemoryError("out of memory")))
         with pytest.raises(WindowBroken, match=r"(?s)could not be restored.*checkpoint"):
             step(rows(8, 0))
-    assert set(calls) == {"buffers", "randomness"}
-
-
-def noted(calls: list[str], name: str, fault: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Note a call, and fail perhaps."""
-
-    def run(*args: Any) -> Any:
-        calls.append(name)
-        fault()
-        return function(*args)
-
-    return run
+    assert calls == {Buffers, Randomness}
 
 
 def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,12 +305,9 @@ def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.M
     alive: list[bool] = []
     held: list[Any] = []
 
-    class Held:
-        """Stands for activations."""
-
     def loss_fn(model: Any, batch: Batch) -> Tensor:
         if len(batch["x"]) > 2:
-            activations = Held()
+            activations = torch.zeros(3)
             held.append(weakref.ref(activations))
             message = "out of memory"
             raise torch.OutOfMemoryError(message)
@@ -342,11 +315,11 @@ def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.M
 
     restore = Buffers.restore
 
-    def noting(self: Buffers) -> None:
+    def look(buffers: Buffers) -> None:
         alive.extend(each() is not None for each in held)
-        restore(self)
+        restore(buffers)
 
-    monkeypatch.setattr(Buffers, "restore", noting)
+    monkeypatch.setattr(Buffers, "restore", look)
     model = mlp()()
     BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=4, options=Options(check=False))(rows(8, 0))
     assert alive
@@ -357,15 +330,13 @@ def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
-@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
-def test_a_copy_is_refused(entrance: str, how: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda m, o: Accumulator(m, o, steps=2), lambda m, o: BigStep(m, o, PLAIN.loss, micro_batch_size=2)]
+)
+def test_a_copy_is_refused(make: Callable[..., Any], how: Callable[[Any], Any]) -> None:
     """It would watch the optimizer of the first, and report updates as skipped."""
     model = mlp()()
     optimizer = sgd(trained(model))
-    found = (
-        Accumulator(model, optimizer, steps=2)
-        if entrance == "Accumulator"
-        else BigStep(model, optimizer, PLAIN.loss, micro_batch_size=2)
-    )
+    found = make(model, optimizer)
     with pytest.raises(StateError, match=r"(?s)cannot be copied or pickled.*state_dict\(\)"):
         how((model, optimizer, found) if how is not copy.copy else found)

@@ -210,6 +210,8 @@ class Stepper:
         gradients.narrow()
         self._step_all(active, fused, handed)
         if self.scaler is not None and active:
+            if any(fused) and (flags := _found_inf(self.scaler, active)):  # such kernels skip by themselves
+                nonfinite = torch.stack([flag.to(gradients.device) for flag in flags]).sum() > 0
             self.scaler.update()
         return nonfinite if nonfinite is not None else bool(active) and not self._stepped
 
@@ -282,11 +284,15 @@ def _unscale(scaler: GradScaler, active: Sequence[Optimizer]) -> None:
     """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
     for optimizer in active:
         scaler.unscale_(optimizer)
-    if len(active) > 1 and scaler.is_enabled():
-        flags = [flag for o in active for flag in scaler._found_inf_per_device(o).values()]  # noqa: SLF001
+    if len(active) > 1 and (flags := _found_inf(scaler, active)):
         anywhere = torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
         for flag in flags:
             flag.copy_(anywhere)
+
+
+def _found_inf(scaler: GradScaler, active: Sequence[Optimizer]) -> list[Tensor]:
+    each = active if scaler.is_enabled() else ()
+    return [flag for o in each for flag in scaler._found_inf_per_device(o).values()]  # noqa: SLF001
 
 
 def refuse_copy(owner: object, _protocol: object) -> NoReturn:
