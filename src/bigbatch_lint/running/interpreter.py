@@ -11,6 +11,7 @@ from bigbatch_lint.running.expressions import Expressions
 from bigbatch_lint.running.machine import Leave, batch
 from bigbatch_lint.running.values import PLAIN, UNKNOWN, Environment, Event, Function, Items, Loss, Opaque, Round
 
+_Loop = ast.For | ast.While
 _Begin = Callable[[int], object]
 _EPOCHS = 2  # of loops around a training loop
 _WHILE = 11  # rounds of a loop without a length, at least
@@ -174,9 +175,7 @@ class Interpreter(Expressions):
         like = Round(node, is_micro=trains and not holds, kind="while")
         self._loop(node, like, range(1 if not trains else _EPOCHS if holds else windows), env, begin)
 
-    def _loop(
-        self, node: ast.For | ast.While, like: Round, rounds: Sequence[int], env: Environment, begin: Begin
-    ) -> None:
+    def _loop(self, node: _Loop, like: Round, rounds: Sequence[int], env: Environment, begin: _Begin) -> None:
         """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether that ends it."""
         self.assigned.append(targets(node))
         like.passage = self.passages[node] = self.passages.get(node, 0) + 1
