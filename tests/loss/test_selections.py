@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, trained
-from tests.support.samples import Batch, Loss, images, mlp, rows, seeded, sequences
+from tests.support.samples import Batch, Loss, images, mlp, rows, seeded
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
     "mse": lambda out, b, mask: F.mse_loss(out[mask], b["value"][mask]),
@@ -84,19 +84,6 @@ def test_a_term_that_some_micro_batches_lack() -> None:
     batch["scalar"][:6] = -batch["scalar"][:6].abs()
     batch["scalar"][6:].abs_()
     assert_big_step_equal(case, [batch], 3)
-
-
-@pytest.mark.xfail(strict=True, reason="a stack of samples is not followed to the rows they were taken from")
-def test_samples_one_by_one_are_read() -> None:
-    """`stack([f(x) for x in batch])`, a reduction inside of each."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        pooled = torch.stack([model(x).mean(0) for x in batch["x"]])
-        return (pooled - batch["value"][:, 0]).square().mean()
-
-    case = Loss("one by one", mlp(), sequences, loss)
-    batches = case.micro_batches((3, 2))
-    assert_equal(accumulated(case, batches, 2), big_batches(case, batches, 2))
 
 
 class Warped(nn.Module):

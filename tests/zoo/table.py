@@ -10,6 +10,5 @@ from tests.zoo.vision import VISION
 
 PROGRAMS: list[Program] = [*PLAIN, *EVERYDAY, *COUPLED_LOSSES, *HUGGING_FACE, *VISION, *METRIC]
 OPEN = {  # by row and entrance, with the reason: strict xfails
-    "smp-lovasz-per-image/big_step": "terms of single pictures, divided by their number",
     "soft-dtw/accumulator": "data that a difference spreads may be other samples'",
 }

@@ -106,6 +106,6 @@ VISION = [
     segmentation_loss("dice", "DiceLoss"),
     segmentation_loss("tversky", "TverskyLoss", refused(LossError, "across")),
     segmentation_loss("lovasz", "LovaszLoss", refused(LossError, "across")),
-    segmentation_loss("lovasz-per-image", "LovaszLoss", EXACT, binary=True, per_image=True, accumulator=refused(LossError, "count")),
+    segmentation_loss("lovasz-per-image", "LovaszLoss", EXACT, binary=True, per_image=True),
     segmentation_loss("focal", "FocalLoss", EXACT, binary=True),
 ]

@@ -126,6 +126,12 @@ def _divisor_of(name: str, number: float) -> float:
     return abs(number) if name == "Div" else 1 / abs(number)
 
 
+def divides_by(factor: Node, count: float) -> bool:
+    """Tell whether a factor was written as a division by this number."""
+    number = python_number(factor, "other")
+    return bool(number) and abs(_divisor_of(operation(factor), number or 1.0) - count) <= 1e-9 * count
+
+
 def _meanings(factor: Node, number: float, at: int, sizes: Sizes, trail: Trail) -> set[bool]:
     """Tell whether a number takes a mean over samples (True) or is a constant, after the sizes, and others before."""
     name = operation(factor)

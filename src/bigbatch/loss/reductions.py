@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bigbatch.errors import LossError
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term
-from bigbatch.loss.divisors import Sizes, factors_below
+from bigbatch.loss.divisors import Sizes, divides_by, factors_below
 from bigbatch.loss.graph import TELLS_ITS_HOOK, Edge, edges, operation, saved, saved_dims, saved_tensor, shape, size_of
 from bigbatch.loss.layout import PICKED, Axis, Dim, Layout, Part
 from bigbatch.loss.origin import Origin, Trail, is_made_of
 from bigbatch.loss.rules import MEAN, NLL, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, unreduced
 from bigbatch.loss.samples import Samples
-from bigbatch.loss.selections import rule_of
+from bigbatch.loss.selections import Source, row_of, rows_below, rows_put_back, rule_of
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
@@ -30,6 +31,7 @@ class Reduced(NamedTuple):
     inside: tuple[Node, ...] = ()  # factors below a sum, `(x / n).sum()`
     sizes: Sizes | None = None  # of what was summed
     empty: bool = False  # whether a sum was over nothing, as of rows of which none was chosen
+    divided: Node | None = None  # what has divided a sum by its number already
 
 
 def once(name: str, node: Node | None = None) -> Term:
@@ -37,7 +39,9 @@ def once(name: str, node: Node | None = None) -> Term:
     return Term(node, "once", 1.0, name)
 
 
-def read_reduction(edge: Edge, trail: Trail) -> Reduced | list[tuple[Edge, tuple[Node, ...]]] | None:
+def read_reduction(
+    edge: Edge, factors: tuple[Node, ...], trail: Trail
+) -> Reduced | list[tuple[Edge, tuple[Node, ...]]] | None:
     """Follow means, sums and reshapes, one inside the other, to what they were taken over.
 
     Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
@@ -59,7 +63,9 @@ def read_reduction(edge: Edge, trail: Trail) -> Reduced | list[tuple[Edge, tuple
             rule = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
         elif chain.kinds and (scalars := _scalars(node, output, name, trail)):
-            return [(below, (*chain.means, *factors)) for below, factors in scalars]
+            chain.scalars = [below for below, _ in scalars]
+            found = chain.read_samples((node, output), factors, trail)
+            return found or [(below, (*chain.means, *weights)) for below, weights in scalars]
         else:
             break
         node, output = edges(node)[0]
@@ -83,6 +89,30 @@ def _scalars(node: Node, output: int, name: str, trail: Trail) -> list[tuple[Edg
     return []
 
 
+def read_sum(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | None:
+    """Read `sum(criterion(o, y) for o, y in zip(outputs, labels))`; None where it is no loop over samples.
+
+    Of one sample alone nothing was added up; it is read as several were.
+    """
+    scalars, below = list[Edge](), rows_below(edge)
+    if ("samples", *below.operations) in trail.precedents and any(source.rows == 1 for source in below.rows):
+        return _Chain((((1, Axis(0, 0)),),), ["Mean"], [1], scalars=[edge]).read_samples(edge, factors, trail)
+    rows = set[int]()
+    node, output = edge
+    while node is not None and operation(node) == "Add" and saved(node, "alpha", 1) == 1:
+        inputs = [each for each in edges(node) if each[0] is not None]
+        scalars.insert(0, inputs[-1])
+        rows = rows or {source.rows for source in rows_below(inputs[-1]).rows}
+        every = [inputs[0], *scalars] if len(inputs) > 1 else scalars
+        if len(every) in rows:
+            chain = _Chain((((len(every), Axis(0, 0)),),), ["Sum"], [len(every)], scalars=every)
+            found = chain.read_samples(edge, factors, trail)
+            if found is not None:
+                return found
+        node, output = inputs[0] if len(inputs) > 1 else (None, output)
+    return None
+
+
 @dataclass
 class _Chain:
     """Reductions inside each other, outermost first, and the layout below the last of them."""
@@ -92,6 +122,7 @@ class _Chain:
     counts: list[int] = field(default_factory=list)
     means: list[Node] = field(default_factory=list)
     below: list[Edge] = field(default_factory=list)
+    scalars: list[Edge] = field(default_factory=list)  # that may be one sample's each
 
     def reduce(self, node: Node, name: str) -> None:
         """Pass a mean or a sum: the dimensions it took away come back as axes."""
@@ -118,12 +149,49 @@ class _Chain:
             is_mean = "Mean" in self.kinds
             nothing = Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum")
             return Reduced(nothing, empty=True)
+        summed_up = bool(self.scalars) and not size_of(edge)
+        if summed_up:
+            samples.rejoin(self.scalars, self.layout[0])
         for below in self.below or [edge]:
             if below[0] is None:
                 samples.gradless = True
             else:
-                samples.walk(below, self.layout)
+                samples.walk(below, () if summed_up else self.layout)
         return self._over(samples, edge)
+
+    def read_samples(self, edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | None:
+        """Read scalars as one sample's each; None where that is not known.
+
+        Each must have one row of the same tensors, and be made in the same way. What each is a mean over may be a
+        sample's parts, or the samples of a step that comes before them: then one of both sizes never changes.
+        """
+        rows, number = rows_put_back(self.scalars), len(self.scalars)
+        trail.crossed = trail.crossed or (rows.crossed and rows.how is not None)
+        if not rows.back or rows.how is None or math.prod(size_of(edge)) not in {1, number}:
+            return None
+        flat = all(len(size_of(source.edge)) <= len(("samples", "features")) for source in rows.back)
+        inner = {size for scalar in self.scalars for size in _averaged(scalar, rows.back, flat=flat)}
+        factors = () if "Mean" in self.kinds else (*factors, *factors_below(self.scalars[0]))
+        divided = next((factor for factor in factors if divides_by(factor, number)), None)
+        if divided is not None:
+            self.kinds = ["Mean"]
+        averaged = "Mean" in self.kinds
+        if len(inner) > averaged or 0.0 in inner or (trail.known.time_first and not flat and not inner):
+            return None
+        unbound, (each,) = set(trail.unbound), inner or {1.0}
+        try:
+            found = self.read(edge, trail)
+        except LossError:
+            trail.unbound = unbound
+            return None
+        if averaged and found.term.kind == "mean":
+            seen: set[tuple[int, float]] = trail.precedents.setdefault(("samples", *rows.how), set())
+            seen.add((number, each))
+            numbers, sizes = {count for count, _ in seen}, {size for _, size in seen}
+            if len(sizes) > 1 and numbers != {number} - {1}:
+                raise refusals.lone_rows()
+            found.term.count = float(number) * each
+        return found._replace(divided=divided)
 
     def _over(self, samples: Samples, edge: Edge) -> Reduced:
         if samples.shared and not samples.data:
@@ -133,7 +201,7 @@ class _Chain:
         level = self._level(samples)
         if len(self.kinds) > 1 and not samples.trail.is_as_before("level", level):
             raise refusals.lone_rows()  # in a micro-batch of one, another dimension of 1 was taken for the samples'
-        name, parts = self.kinds[level], self.below or [edge]
+        name, parts = self.kinds[level], self.below or self.scalars or [edge]
         if not samples.data and not samples.gradless:
             return Reduced(once(name))
         doubtful, chosen = samples.doubtful, samples.taken
@@ -147,10 +215,12 @@ class _Chain:
             raise refusals.scaled_sum("Mean", "a number")
         sizes = _sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
         term = Term(None, "sum", 1.0, name, doubtful=doubtful, chosen=chosen)
-        return Reduced(term, tuple(factors_below(edge)), sizes, empty=0 in self.counts)
+        return Reduced(term, tuple(factors_below((self.scalars or [edge])[0])), sizes, empty=0 in self.counts)
 
     def _level(self, samples: Samples) -> int:
-        if samples.one_by_one and len(self.kinds) > 1:
+        if samples.one_by_one and (len(self.kinds) > 1 or self.scalars):
+            raise refusals.lone_rows()
+        if self.scalars and samples.data and not samples.axes:
             raise refusals.lone_rows()
         if samples.axes:
             first, seen = samples.axes[0], {axis.reduction for axis in samples.axes}
@@ -165,6 +235,24 @@ class _Chain:
             return frozenset()
         sizes = size_of(edge)
         return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else {1.0})
+
+
+def _averaged(scalar: Edge, rows: set[Source], *, flat: bool) -> set[float]:
+    """Give over how many parts of its rows a scalar is a mean; 0 where only a saved count tells."""
+    found, seen, stack = set[float](), set[Edge](), [scalar]
+    while stack:
+        edge = stack.pop()
+        node, output = edge
+        if node is None or edge in seen or ((row := row_of(node, output)) is not None and row[0] in rows):
+            continue
+        seen.add(edge)
+        stack.extend(edges(node))
+        name, sizes = operation(node), next((size_of(each) for each in edges(node) if each[0] is not None), ())
+        if name == "Mean":
+            found.add(math.prod(sizes[dim] for dim in saved_dims(node, len(sizes))))
+        elif name in FUSED and saved(node, "reduction") == MEAN and not (flat and name not in POINTWISE_LOSSES):
+            found.add(math.prod(sizes) if name in POINTWISE_LOSSES else 0.0)
+    return found
 
 
 def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:

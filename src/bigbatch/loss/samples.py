@@ -6,6 +6,7 @@ side by side; otherwise the loss is coupled and no weights make micro-batches ad
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim,
 from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.origin import Origin, Trail, by_number, is_made_of, saved_factor
 from bigbatch.loss.rules import MASKED_POINTWISE, MATMULS, NORMS, Inputs, Rule
-from bigbatch.loss.selections import PUTS, TAKES, Place, copy_slices, put_back, rows_put_back, rule_of
+from bigbatch.loss.selections import PUTS, TAKES, Place, Source, copy_slices, put_back, row_of, rows_put_back, rule_of
 
 _HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
@@ -130,7 +131,7 @@ class Samples:
     _first: set[Axis] = field(default_factory=set)  # those of the others
     _product: str = "Expand"  # what may have set samples against each other
     _crossed: bool = False  # one with several results of an unbind in one row
-    _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
+    _rows: dict[Source, Dim] = field(default_factory=dict)  # of tensors whose rows were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
     _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
@@ -203,25 +204,32 @@ class Samples:
         """An operation on the way, which has no weights."""
         written = rule is copy_slices
         inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
+        row = row_of(node, output)
         if name == "Stack":
-            (unbinds, crossed), rows = rows_put_back(node), layout[saved_dim(node, "dim", len(layout))]
-            self._stacked, self._crossed = True, self._crossed or crossed
-            for unbind in unbinds:
-                if not _same_rows(self._rows.setdefault(unbind, rows), rows):  # rows that met others on one way
-                    self._rows[unbind] = ((graph.results(unbind), name),)
-                    inputs = [*inputs, *(self._unbound(each, below) for each, _, below in self._seen if each is unbind)]
-        elif node in self._rows:
-            inputs = [self._unbound(node, layout)]
+            inputs = [*inputs, *self.rejoin(edges(node), layout[saved_dim(node, "dim", len(layout))])]
+        elif row is not None and row[0] in self._rows:
+            inputs = [self._unbound(row[0], layout)]
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is rules.pointwise or (rule is rules.fused_loss and saved(node, "reduction") == rules.NONE):
             self.note(node, name, shape(node, output), layout)
         return inputs
 
-    def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
-        """Give the layout before an unbind whose results were stacked again."""
-        dim = saved_dim(node, "dim", len(layout) + 1)
-        return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
+    def rejoin(self, parts: Sequence[Edge], rows: Dim) -> Inputs:
+        """Take note of tensors whose rows these parts have: they lie along it; return those that were seen before."""
+        found, again = rows_put_back(parts), Inputs()
+        self._stacked, self._crossed = True, self._crossed or found.crossed
+        for source in found.back:
+            if not _same_rows(self._rows.setdefault(source, rows), rows):  # rows that met others on one way
+                self._rows[source] = ((source.rows, "Stack"),)
+                seen = [(below, row_of(node, output)) for node, output, below in self._seen]
+                again += [self._unbound(source, below) for below, row in seen if row is not None and row[0] == source]
+        return again
+
+    def _unbound(self, source: Source, layout: Layout) -> tuple[Edge, Layout]:
+        """Give the layout before rows were taken that are together again."""
+        after = source.dim + (len(layout) == len(size_of(source.edge)))
+        return source.edge, (*layout[: source.dim], self._rows[source], *layout[after:])
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""

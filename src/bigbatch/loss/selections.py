@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,32 @@ _OPERATIONS_ON_A_ROW = 64
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
 TAKES = frozenset("Index IndexSelect Gather".split())
+_ROWS = frozenset("Unbind Select Slice Split".split())
+
+
+class Source(NamedTuple):
+    """A tensor and the dimension along which it was taken apart, row by row."""
+
+    edge: Edge
+    dim: int
+    rows: int
+    unbound: bool  # into all of its rows at once
+
+
+class Below(NamedTuple):
+    """Which rows something was made of, by which operations, with which written numbers."""
+
+    rows: dict[Source, set[int]]
+    operations: tuple[object, ...]
+    numbers: list[float]
+
+
+class Rows(NamedTuple):
+    """What rows some parts were made of."""
+
+    back: set[Source]  # the tensors of which each part has one row, in order
+    how: tuple[object, ...] | None  # the operations of the first; None where the parts' written numbers differ
+    crossed: bool  # a part has rows of different numbers
 
 
 def rule_of(name: str) -> Rule | None:
@@ -334,27 +360,59 @@ def _stack(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
 
 
-def rows_put_back(stack: Node) -> tuple[set[Node], bool]:
-    """Find the unbinds whose results a stack puts back in order; and tell whether it has several results in one row."""
-    reached = [_unbinds(edge) for edge in edges(stack)]
-    every = {unbind: [each.get(unbind, set[int]()) for each in reached] for each in reached for unbind in each}
-    in_order = {
-        unbind
-        for unbind, places in every.items()
-        if graph.results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
+def row_of(node: Node | None, output: int) -> tuple[Source, int] | None:
+    """Tell of which tensor a result is one row, and the row's number."""
+    if node is None or (name := operation(node)) not in _ROWS:
+        return None
+    edge = edges(node)[0]
+    dim = saved_dim(node, "dim", len(size_of(edge)))
+    rows = size_of(edge)[dim]
+    if name in {"Slice", "Split"} and shape(node, output)[dim] != 1:
+        return None
+    first = graph.signed(saved(node, "index" if name == "Select" else "start") or 0)
+    return Source(edge, dim, rows, name == "Unbind"), first % rows if name in {"Select", "Slice"} else output
+
+
+def rows_put_back(parts: Sequence[Edge]) -> Rows:
+    """Find the tensors of which each of these parts has one row, in order.
+
+    Rows that were taken by number, one by one, may be some that stand for themselves, where the parts are not alike.
+    """
+    below = [rows_below(edge) for edge in parts]
+    found = {source: [part.rows.get(source, set[int]()) for part in below] for part in below for source in part.rows}
+    alike = all(part.operations == below[0].operations for part in below)
+    back = {
+        source
+        for source, places in found.items()
+        if source.rows == len(parts) and all(each == {at} for at, each in enumerate(places))
+        if alike or source.unbound
     }
-    return in_order, any(len(found) > 1 for places in every.values() for found in places)
+    unbound = [(source, places) for source, places in found.items() if source.unbound and sum(map(bool, places)) > 1]
+    together = [
+        {row for source, places in unbound if source.rows == rows for row in places[at]}
+        for rows in {source.rows for source, _ in unbound}
+        for at in range(len(parts))
+    ]
+    same = all(part.numbers == below[0].numbers for part in below)
+    return Rows(back, below[0].operations if same else None, any(len(each) > 1 for each in together))
 
 
-def _unbinds(edge: Edge) -> dict[Node, set[int]]:
-    found, seen, stack = dict[Node, set[int]](), set[Edge](), [edge]
+def rows_below(edge: Edge) -> Below:
+    """Return the rows that something was made of, and how."""
+    rows, operations, numbers = dict[Source, set[int]](), list[object](), list[float]()
+    stack, seen = [edge], set[Edge]()
     while stack and len(seen) < _OPERATIONS_ON_A_ROW:
-        node, place = stack.pop()
+        node, place = stack.pop(0)
         if node is None or (node, place) in seen:
             continue
         seen.add((node, place))
-        if operation(node) == "Unbind":
-            found.setdefault(node, set()).add(place)
-        else:
+        name = operation(node)
+        operations += type(node), graph.python_number(node, "exponent") if name == "Pow" else None
+        number = graph.python_number(node, "other") if name in {"Mul", "Div"} else saved(node, "alpha")
+        numbers += [number] if number is not None else []
+        row = row_of(node, place)
+        if row is not None:
+            rows.setdefault(row[0], set()).add(row[1])
+        if row is None or not row[0].unbound or row_of(*row[0].edge) is not None:
             stack.extend(edges(node))
-    return found
+    return Below(rows, tuple(operations), numbers)

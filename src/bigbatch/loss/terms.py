@@ -17,7 +17,7 @@ from bigbatch.loss.count import Term
 from bigbatch.loss.divisors import number_of, numbers, read_factors
 from bigbatch.loss.graph import Edge, edges, operation, python_number, saved
 from bigbatch.loss.origin import Origin, Trail, is_made_of
-from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction
+from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction, read_sum
 
 _ZERO = "zero"  # what a term is called that a factor of zero leaves out
 
@@ -54,7 +54,7 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
         terms = [term for term in terms if term.name != _ZERO]
     for unbind in trail.unbound:
         used = {number for other in trail.nodes for below, number in edges(other) if below is unbind}
-        if len(used) < graph.results(unbind):
+        if trail.crossed or len(used) < graph.results(unbind):
             raise refusals.coupled("Unbind")
     for term in terms if len(terms) > 1 else ():
         users = sum(below is term.node for other in trail.nodes for below, _ in edges(other))
@@ -78,13 +78,16 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
         return _custom(place, node, output, name)
     if graph.is_leaf(node):
         return once("a parameter", node)
+    loop = read_sum(place.edge, place.factors, trail)
+    if loop is not None:
+        return _term(place, node, loop, trail)
     if name in {"Add", "Sub", "Rsub"}:
         return _sum(place, node, trail)
     if name in {"Mul", "Div"}:
         return _product(place, node, name, trail)
     if name in FUSED:
         return _term(place, node, read_fused(node, name, trail), trail)
-    found = read_reduction(place.edge, trail)
+    found = read_reduction(place.edge, place.factors, trail)
     if isinstance(found, list):
         return [_Place(edge, place.pinned, (*place.factors, *factors)) for edge, factors in found]
     if found is not None:
@@ -165,7 +168,8 @@ def _term(place: _Place, node: Node, found: Reduced, trail: Trail) -> Term:
         elif term.doubtful:
             raise refusals.data_or_constant(term.name)
     elif term.kind == "mean":
-        term.factors = numbers(place.factors)
+        term.divided = found.divided is not None
+        term.factors = numbers(factor for factor in place.factors if factor is not found.divided)
         means = (saved(factor, "self_sym_sizes") for factor in place.factors if operation(factor) == "Mean")
         if any(math.prod(sizes) == 1 for sizes in means):
             # A stack of one: of one sample, whose own mean this is; of one head, whose mean is over the samples.

@@ -1,0 +1,143 @@
+# ruff: noqa: E501  (a row of a table is a line)
+"""Python loops with a loss for each sample: a mean or sum over samples, where each scalar has one row of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator
+from bigbatch.errors import LossError
+from tests.support.reference import accumulated, assert_equal, big_batches, sgd
+from tests.support.samples import CLASSES, STEPS, Batch, Loss, images, mlp, rows, seeded, sequences
+
+LossFunction = Callable[[Any, Batch], Any]
+
+
+def entropies(m: Any, b: Batch) -> list[Tensor]:
+    """The loss of each sample."""
+    return [F.cross_entropy(out, label) for out, label in zip(m(b["x"]), b["label"], strict=True)]
+
+
+def errors(m: Any, b: Batch) -> list[Tensor]:
+    """The same of a mean inside each sample, which may as well be over the samples of a step."""
+    return [F.mse_loss(out, value) for out, value in zip(m(b["x"]), b["value"], strict=True)]
+
+
+def by_number(m: Any, b: Batch) -> Tensor:
+    """Rows by their number, as log-probabilities of actions are taken."""
+    logs = m(b["x"]).log_softmax(-1)
+    return -torch.stack([logs[i, int(a)] * b["scalar"][i] for i, a in enumerate(b["label"])]).mean()
+
+
+def one_row_each(m: Any, b: Batch) -> Any:
+    """Rows that keep their dimension."""
+    out, size = m(b["x"]), len(b["x"])
+    return sum(F.cross_entropy(out[i : i + 1], b["label"][i : i + 1]) for i in range(size)) / size
+
+
+def added_up(m: Any, b: Batch) -> Any:
+    """An average as `segmentation_models_pytorch` has it: of one picture nothing is divided."""
+    losses = [
+        1 - 2 * (p.sigmoid() * t).sum() / (p.sigmoid().sum() + t.sum() + 1)
+        for p, t in zip(m(b["x"]), b["binary"], strict=True)
+    ]
+    return sum(losses) / len(losses) if len(losses) > 1 else losses[0]
+
+
+def branched(m: Any, b: Batch) -> Tensor:
+    """Samples of two kinds."""
+    pairs = zip(m(b["x"]), b["label"], strict=True)
+    return torch.stack([out.square().mean() if label else out.abs().mean() for out, label in pairs]).mean()
+
+
+LOOPS: dict[str, LossFunction] = {
+    "stack.mean": lambda m, b: torch.stack(entropies(m, b)).mean(),
+    "stack.sum": lambda m, b: torch.stack(entropies(m, b)).sum(),
+    "stack.sum / n": lambda m, b: torch.stack(entropies(m, b)).sum() / len(b["x"]),
+    "sum / n": lambda m, b: sum(entropies(m, b)) / len(b["x"]),
+    "1 / n * sum": lambda m, b: 1 / len(b["x"]) * sum(entropies(m, b)),
+    "each / n": lambda m, b: sum(loss / len(b["x"]) for loss in entropies(m, b)),
+    "sum": lambda m, b: sum(entropies(m, b)),
+    "weighted": lambda m, b: torch.stack([w * loss for w, loss in zip(b["scalar"], entropies(m, b), strict=True)]).mean(),
+    "means, stack.mean": lambda m, b: torch.stack(errors(m, b)).mean(),
+    "means, sum / n": lambda m, b: sum(errors(m, b)) / len(b["x"]),
+    "means, each / n": lambda m, b: sum(loss / len(b["x"]) for loss in errors(m, b)),
+    "norms": lambda m, b: torch.stack([(o - v).norm() for o, v in zip(m(b["x"]), b["value"], strict=True)]).mean(),
+    "one row each": one_row_each,
+    "split": lambda m, b: torch.stack([F.cross_entropy(o, y) for o, y in zip(m(b["x"]).split(1), b["label"].split(1), strict=True)]).mean(),
+    "two outputs": lambda m, b: torch.stack([F.mse_loss(o, z) for o, z in zip(m(b["x"]), m(b["x2"]).tanh(), strict=True)]).mean(),
+    "two terms": lambda m, b: torch.stack([F.cross_entropy(o, y) + 0.1 * z.square().sum() for o, y, z in zip(m(b["x"]), b["label"], m(b["x2"]), strict=True)]).mean(),
+    "two loops": lambda m, b: torch.stack(entropies(m, b)).mean() + 0.5 * torch.stack(errors(m, b)).mean() + 0.1 * m(b["x2"]).square().sum(1).mean(),
+    "by number": by_number,
+    "branched": branched,
+}  # fmt: skip
+CASES = [Loss(name, mlp(), rows, loss) for name, loss in LOOPS.items()]
+CASES += [Loss("pictures", seeded(lambda: nn.Conv2d(2, CLASSES, 1)), images(3, 3), added_up)]
+STEPWISE: dict[str, LossFunction] = {  # steps come first, or heads: means over the samples of each
+    "steps": lambda m, b: torch.stack([F.mse_loss(o, y) for o, y in zip(m(b["x"].transpose(0, 1)), b["value"].transpose(0, 1), strict=True)]).mean(),
+    "steps, sum / T": lambda m, b: sum(F.mse_loss(o, y) for o, y in zip(m(b["x"].transpose(0, 1)), b["value"].transpose(0, 1), strict=True)) / STEPS,
+    "steps, sum": lambda m, b: sum(F.cross_entropy(o, y) for o, y in zip(m(b["x"].transpose(0, 1)), b["tokens"].T, strict=True)),
+    "discounted steps": lambda m, b: sum(0.9**t * o.square().mean() for t, o in enumerate(m(b["x"].transpose(0, 1)))),
+    "heads": lambda m, b: torch.stack([F.mse_loss(o, b["value"][:, 0]) for o in m(b["x"]).unbind(1)]).mean(),
+    "labels": lambda m, b: sum(F.binary_cross_entropy_with_logits(o, b["mask"][:, 0].double()) for o in m(b["x"][:, 0]).T) / CLASSES,
+    "layers": lambda m, b: sum(F.l1_loss(o, b["value"][:, 0]) for o in torch.stack([m(b["x"][:, 0]), m(b["x"][:, 1])])),
+}  # fmt: skip
+CASES += [Loss(name, mlp(), sequences, loss) for name, loss in STEPWISE.items()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_loop_over_samples_is_exact(case: Loss) -> None:
+    """With micro-batches of one sample between others, and again where sizes come in another order."""
+    batches = case.micro_batches((3, 1, 2, 4, 3, 2))
+    assert_equal(accumulated(case, batches, 3), big_batches(case, batches, 3))
+
+
+def shifted(m: Any, b: Batch) -> Tensor:
+    """Each row with the one before it."""
+    out = m(b["x"]).unbind()
+    return torch.stack([(out[i] - out[i - 1]).square().mean() for i in range(len(out))]).mean()
+
+
+def numbered(m: Any, b: Batch, numbers: tuple[int, ...]) -> Any:
+    """Some rows, each by its number."""
+    out = m(b["x"])
+    return torch.stack([(out[i] - b["value"][i]).norm() for i in numbers]).mean()
+
+
+COUPLED: dict[str, LossFunction] = {
+    "shifted": shifted,
+    "shifted against others": lambda m, b: torch.stack([(o - z).square() for o, z in zip(m(b["x"]), m(b["x2"]).unbind()[1:] + m(b["x2"]).unbind()[:1], strict=True)]).mean(),
+    "two of all": lambda m, b: numbered(m, b, (0, 1)),
+    "one twice": lambda m, b: numbered(m, b, (0, 1, 1)),
+    "centred": lambda m, b: torch.stack([(o - m(b["x2"]).mean(0)).norm() for o in m(b["x"])]).mean(),
+    "the worst": lambda m, b: torch.stack(entropies(m, b)).max(),
+    "another number": lambda m, b: sum(entropies(m, b)) / (len(b["x"]) + 2),
+    "the model in the loop": lambda m, b: (torch.stack([m(x[None]).mean(0) for x in b["x"]]) - b["value"]).square().mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_rows_that_meet_or_are_left_out_are_refused(name: str) -> None:
+    """Of a model inside the loop nothing shows whether it ran for a sample or for a group of samples."""
+    model = mlp()()
+    accumulator = Accumulator(model, sgd(list(model.parameters())), steps=2)
+    with pytest.raises(LossError, match="count="):
+        accumulator.backward(COUPLED[name](model, rows(3, 0)))
+
+
+def test_parts_of_samples_and_samples_that_both_change_are_refused() -> None:
+    """Means over rows of changing length: a row may be a sample with its parts, or a step with its samples."""
+
+    def loss(m: Any, b: Batch) -> Tensor:
+        return torch.stack([out[: len(b["part"])].square().mean() for out in m(b["x"])]).mean()
+
+    model = mlp()()
+    accumulator = Accumulator(model, sgd(list(model.parameters())), steps=3)
+    accumulator.backward(loss(model, {**rows(3, 0), "part": torch.ones(2)}))
+    accumulator.backward(loss(model, {**rows(2, 1), "part": torch.ones(2)}))
+    with pytest.raises(LossError, match="which of two means"):
+        accumulator.backward(loss(model, {**rows(3, 2), "part": torch.ones(3)}))
