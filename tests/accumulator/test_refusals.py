@@ -34,6 +34,7 @@ COUNTED = Loss(
     lambda m, b: counted(m(b["x"]).pow(2).mean(), len(b["x"])) + F.cross_entropy(m(b["x"]), b["partly"]),
 )
 SUM_BESIDE_MEANS = Loss("sum+mean", mlp(), sequences, lambda m, b: masked_and_mean(m, b) + m(b["x"]).abs().sum())
+LEARNED = Loss("one factor", seeded(Tempered), sequences, lambda m, b: m.s.exp() * SEVERAL[0].loss(m, b))
 BARE = Loss("sum-s", seeded(Tempered), rows, lambda m, b: squares(m, b).sum() - m.s)
 
 
@@ -44,29 +45,12 @@ def uncertainty(model: Any, batch: Batch) -> Tensor:
     return (-model.s).exp() * ce + model.s + 0.5 * (-model.t).exp() * F.mse_loss(out, batch["value"]) + 0.5 * model.t
 
 
-def train(case: Loss, counts: Callable[[Batch], Any] | None = None) -> None:
-    """Train, perhaps with totals that are not those of the losses."""
-    Training(steps=3, case=case, counts=counts).train(case.micro_batches((4, 2, 3)))
-
-
-def pass_over_a_batch() -> None:
-    """Count a batch, and leave its loss out."""
-    case = SEVERAL[0]
-    training = Training(steps=3, case=case, counts=case.counts)
-    batches = case.micro_batches((3, 2, 4))
-    for batch in training.accumulator.over(batches):
-        if batch is not batches[1]:
+def train(case: Loss, counts: Callable[[Batch], Any] | None = None, *, without: int = -1) -> None:
+    """Train, perhaps with totals that are not those of the losses, or with a batch whose loss is left out."""
+    training = Training(steps=3, case=case, counts=counts)
+    for place, batch in enumerate(training.accumulator.over(case.micro_batches((4, 2, 3)))):
+        if place != without:
             training.backward(batch)
-
-
-def one_factor() -> None:
-    """Two terms with counts of their own under one learned factor."""
-    case = SEVERAL[0]
-    model = nn.ModuleDict({"body": case.model(), "scale": nn.ParameterList([nn.Parameter(torch.ones(()).double())])})
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=case.counts)
-    scale = next(iter(model["scale"].parameters()))
-    for batch in accumulator.over(case.micro_batches((3, 2))):
-        accumulator.backward(scale.exp() * case.loss(model["body"], batch))
 
 
 def nan_mean(out: Tensor, batch: Batch) -> Tensor:
@@ -74,37 +58,24 @@ def nan_mean(out: Tensor, batch: Batch) -> Tensor:
     return torch.nanmean((out**2).masked_fill(batch["value"].isnan(), torch.nan))
 
 
-def backward(loss: Callable[[Tensor, Batch], Tensor]) -> None:
-    """Try to accumulate a loss."""
-    model = mlp()()
-    Accumulator(model, sgd(trained(model)), steps=2).backward(loss(model(BATCHES[0]["x"]), BATCHES[0]))
-
-
 def follow(*losses: Callable[[Tensor, Batch], Tensor]) -> None:
-    """Try to accumulate other losses in one window."""
+    """Try to accumulate these losses in one window."""
     model = mlp()()
     accumulator = Accumulator(model, sgd(trained(model)), steps=len(losses) + 1)
     for loss in losses:
         accumulator.backward(loss(model(BATCHES[0]["x"]), BATCHES[0]))
 
 
-def scheduled(make: Callable[[Any], Any]) -> None:
-    """Pass a scheduler."""
-    model = mlp()()
-    optimizer = sgd(trained(model))
-    Accumulator(model, optimizer, steps=2, scheduler=make(optimizer))
-
-
-def paired(model: Any = None, optimizer: Any = None) -> None:
-    """Pass another model or optimizer than a real pair."""
+def made(
+    model: Any = None,
+    optimizer: Callable[[nn.Module], Any] = lambda model: sgd(trained(model)),
+    scheduler: Callable[[Any], Any] = id,
+) -> None:
+    """Pass another model, optimizer or scheduler than a real one."""
     real = mlp()()
-    own = sgd(trained(real))
-    Accumulator(real if model is None else model, own if optimizer is None else optimizer(real), steps=2)
-
-
-def set_steps(steps: Any) -> None:
-    """Set steps between windows."""
-    Training(steps=2).accumulator.steps = steps
+    given = optimizer(real)
+    own = {} if scheduler is id else {"scheduler": scheduler(given)}
+    Accumulator(real if model is None else model, given, steps=2, **own)
 
 
 def twice(change: Callable[[Training, Batch], Any]) -> None:
@@ -127,31 +98,31 @@ def nest_wrongly() -> None:
     counting.accumulator.over(Training(steps=3).accumulator.over(BATCHES))
 
 
-def set_other_steps(training: Training, _: Batch) -> None:
-    """Set steps in mid-window."""
-    training.accumulator.steps = 5
+def set_steps(training: Training, steps: Any) -> None:
+    """Set steps, between windows or in mid-window."""
+    training.accumulator.steps = steps
 
 
 NO_STEPS: tuple[Any, ...] = (0, 4.0, True, "4", math.inf)
 REFUSED: dict[str, Callable[[], Any]] = {
     **{f"steps {steps!r}": partial(Training, steps) for steps in NO_STEPS},
-    "steps set to nothing": lambda: set_steps(None),
-    "steps set in mid-window": lambda: twice(set_other_steps),
+    "steps set to nothing": lambda: set_steps(Training(steps=2), None),
+    "steps set in mid-window": lambda: twice(lambda training, _: set_steps(training, 5)),
     **{f"clip_norm {norm!r}": partial(Training, 2, clip_norm=norm) for norm in (0, math.nan, "1", True)},
     **{f"gradient_dtype {d!r}": partial(Training, 2, gradient_dtype=d) for d in (torch.bfloat16, "float32")},
     "batch_norm": lambda: Training(2, batch_norm=None),
     "counts": lambda: Training(2, counts=(3, 4)),
     "scaler": lambda: Training(2, scaler="amp"),
     "scheduler": lambda: Training(2, scheduler=0.1),
-    "scheduler of a metric": lambda: scheduled(ReduceLROnPlateau),
-    "scheduler of another optimizer": lambda: scheduled(lambda _: StepLR(sgd(trained(mlp()())), 1)),
-    "optimizer of another model": lambda: paired(optimizer=lambda _: SGD(mlp()().parameters(), lr=0.1)),
-    "two optimizers of a parameter": lambda: paired(optimizer=lambda m: [sgd(trained(m)), sgd(trained(m))]),
-    "optimizer class": lambda: paired(optimizer=lambda _: SGD),
-    "no optimizer": lambda: paired(optimizer=lambda _: []),
-    "lbfgs": lambda: paired(optimizer=lambda m: LBFGS(m.parameters())),
-    "model function": lambda: paired(mlp()),
-    "no model": lambda: paired([]),
+    "scheduler of a metric": lambda: made(scheduler=ReduceLROnPlateau),
+    "scheduler of another optimizer": lambda: made(scheduler=lambda _: StepLR(sgd(trained(mlp()())), 1)),
+    "optimizer of another model": lambda: made(optimizer=lambda _: SGD(mlp()().parameters(), lr=0.1)),
+    "two optimizers of a parameter": lambda: made(optimizer=lambda m: [sgd(trained(m)), sgd(trained(m))]),
+    "optimizer class": lambda: made(optimizer=lambda _: SGD),
+    "no optimizer": lambda: made(optimizer=lambda _: []),
+    "lbfgs": lambda: made(optimizer=lambda m: LBFGS(m.parameters())),
+    "model function": lambda: made(mlp()),
+    "no model": lambda: made([]),
     "optimizer first": lambda: Accumulator(sgd(trained(mlp()())), mlp()(), steps=2),  # type: ignore[arg-type]
     "loader of an int": lambda: Training(steps=2).accumulator.over(5),  # type: ignore[arg-type]
     "loader of a function": lambda: Training(steps=2).accumulator.over(lambda: BATCHES),  # type: ignore[arg-type]
@@ -163,24 +134,24 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "samples for tokens": lambda: train(TWO_TERMS, lambda b: (len(b["x"]), b["value"].numel())),
     "samples for elements": lambda: train(TWO_TERMS, lambda b: (kept(b), len(b["x"]))),
     "another count than counted": lambda: train(COUNTED, lambda b: (4 * len(b["x"]), (b["partly"] != -100).sum())),
-    "a batch passed over": pass_over_a_batch,
+    "a batch passed over": lambda: train(SEVERAL[0], SEVERAL[0].counts, without=1),
     "a sum beside means": lambda: train(SUM_BESIDE_MEANS),
     "bare parameters beside several counts": lambda: train(
         Loss("uncertainty", seeded(Tempered), sequences, uncertainty), lambda b: (kept(b), b["value"].numel())
     ),
     "a bare parameter beside a sum": lambda: train(BARE),
-    "one learned factor": one_factor,
+    "one learned factor": lambda: train(LEARNED, SEVERAL[0].counts),
     "a sum after a mean": lambda: follow(lambda o, _: o.square().mean(), lambda o, _: o.square().sum()),
     "another factor": lambda: follow(lambda o, _: 0.5 * o.abs().mean(), lambda o, _: 0.3 * o.abs().mean()),
     "zero after a mean": lambda: follow(lambda o, _: o.abs().mean(), lambda o, _: 0.0 * o.abs().mean()),
     "a mean after zero": lambda: follow(lambda o, _: 0.0 * o.abs().mean(), lambda o, _: o.abs().mean()),
-    "nanmean": lambda: backward(nan_mean),
-    "nansum": lambda: backward(lambda o, b: torch.nansum(o - b["value"])),
-    "einsum": lambda: backward(lambda o, b: torch.einsum("bi,bi->", o, b["value"])),
-    "einsum of two": lambda: backward(lambda o, _: torch.einsum("bi,bi->", o, o)),
-    "rmse": lambda: backward(lambda o, b: F.mse_loss(o, b["value"]).sqrt()),
-    "rmse with an epsilon": lambda: backward(lambda o, b: (F.mse_loss(o, b["value"]) + 1e-8).sqrt()),
-    "rmse as a power": lambda: backward(lambda o, b: F.mse_loss(o, b["value"]) ** 0.5),
+    "nanmean": lambda: follow(nan_mean),
+    "nansum": lambda: follow(lambda o, b: torch.nansum(o - b["value"])),
+    "einsum": lambda: follow(lambda o, b: torch.einsum("bi,bi->", o, b["value"])),
+    "einsum of two": lambda: follow(lambda o, _: torch.einsum("bi,bi->", o, o)),
+    "rmse": lambda: follow(lambda o, b: F.mse_loss(o, b["value"]).sqrt()),
+    "rmse with an epsilon": lambda: follow(lambda o, b: (F.mse_loss(o, b["value"]) + 1e-8).sqrt()),
+    "rmse as a power": lambda: follow(lambda o, b: F.mse_loss(o, b["value"]) ** 0.5),
 }
 
 
