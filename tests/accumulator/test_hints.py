@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR, StepLR
 
 from bigbatch import Accumulator, BigStep
-from tests.support.reference import distance, sgd, trained, weights
-from tests.support.samples import Batch, mlp
+from tests.support.reference import accumulated, big_batches, distance, sgd, trained, weights, windows
+from tests.support.samples import Batch, Loss, mlp
 from tests.support.training import PLAIN, Training, micro_batches
 
 BATCHES = micro_batches(case=PLAIN)  # of 3, 1, 4, 2, 5, 1 and 2 samples
@@ -51,41 +51,24 @@ HOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def by_accumulator(model: nn.Module, batches: list[Batch]) -> None:
-    """Train in micro-batches that come in."""
-    accumulator = Accumulator(model, sgd(trained(model)), steps=len(batches))
-    for batch in batches * 2:
-        accumulator.backward(PLAIN.loss(model, batch))
-
-
-def by_big_step(model: nn.Module, batches: list[Batch]) -> None:
-    """Train with batches."""
-    step = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=18 // len(batches))
-    for _ in range(2):
-        step(PLAIN.join(batches))
-
-
-def whole(model: nn.Module, batches: list[Batch]) -> None:
-    """Train with big batches by hand."""
-    optimizer = sgd(trained(model))
-    for _ in range(2):
-        optimizer.zero_grad()
-        PLAIN.loss(model, PLAIN.join(batches)).backward()
-        optimizer.step()
+def by_big_step(case: Loss, batches: list[Batch], steps: int, *, model: nn.Module) -> None:
+    """Train with batches, in as many micro-batches."""
+    step = BigStep(model, sgd(trained(model)), case.loss, micro_batch_size=18 // steps)
+    for window in windows(batches, steps):
+        step(case.join(window))
 
 
 @pytest.mark.parametrize("batches", [BATCHES, [PLAIN.join(BATCHES)]], ids=["several", "one"])
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("way", [by_accumulator, by_big_step])
-def test_gradient_hooks(way: Callable[..., None], hook: str, batches: list[Batch]) -> None:
+@pytest.mark.parametrize("way", [accumulated, by_big_step])
+def test_gradient_hooks(way: Callable[..., Any], hook: str, batches: list[Batch]) -> None:
     """Where several micro-batches are added up. Those here are linear, so the big batch's gradient comes out."""
-    model, twin = mlp()(), mlp()()
+    model, twin, steps = mlp()(), mlp()(), len(batches)
     for each in (model, twin):
         HOOKS[hook](trained(each)[2])
-    said = [str(each.message) for each in told(lambda: way(model, batches))]
-    whole(twin, batches)
-    assert distance(weights(model), weights(twin)) <= 1e-12
-    assert len(said) == ("none" not in hook and len(batches) > 1)
+    said = [str(each.message) for each in told(lambda: way(PLAIN, batches * 2, steps, model=model))]
+    assert distance(weights(model), big_batches(PLAIN, batches * 2, steps, model=twin).weights) <= 1e-12
+    assert len(said) == ("none" not in hook and steps > 1)
     assert all("'2.weight' has a gradient hook" in each and "clip_norm=" in each for each in said)
 
 
