@@ -324,7 +324,6 @@ class Accumulator:
         return update
 
     def _forget(self) -> None:
-        """Go on without a window: it is closed."""
         self._window, self._resumed = None, False
         self._forgotten.ledger = None
         if not self._team.is_alone:

@@ -36,7 +36,6 @@ def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
 
 
 def _one_or_several(name: str, given: object, kind: type, written: str) -> tuple[Any, ...]:
-    """Accept one of a kind or a sequence of them."""
     every = given if isinstance(given, list | tuple) else (given,)
     found = tuple(every if kind is nn.Module else (_unprepared(each, name) for each in every))
     wrong = [type(each).__name__ for each in found if not isinstance(each, kind)]

@@ -32,17 +32,15 @@ class BigBatchError(Exception):
     with an `Accumulator`, and `fix_in_step` what to type where a `BigStep` runs the loop; None: the same.
     """
 
-    def __init__(
-        self, problem: str = "", *others: object, found: str = "", fix: str = "", fix_in_step: str | None = None
-    ) -> None:
-        """Keep the fields and render the text once, for a loop with an `Accumulator`; `others` are further `args`."""
+    def __init__(self, problem: str = "", *, found: str = "", fix: str = "", fix_in_step: str | None = None) -> None:
+        """Keep the fields and render the text once, for a loop with an `Accumulator`."""
         self.problem, self.found, self.fix = problem, found, fix
         self.fix_in_step = fix if fix_in_step is None else fix_in_step
-        super().__init__(self._rendered(fix), *others)
+        super().__init__(self._rendered(fix))
 
     def speak_to_step(self) -> None:
         """Render the text for someone who uses a `BigStep`, and has no accumulator to call."""
-        self.args = (self._rendered(self.fix_in_step), *self.args[1:])
+        self.args = (self._rendered(self.fix_in_step),)
 
     def _rendered(self, fix: str) -> str:
         found = f" Got {self.found}." if self.found else ""

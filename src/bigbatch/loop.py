@@ -92,7 +92,6 @@ class Source(Generic[Batch]):
             last = loop.repeated or self._is_last()
 
     def _windows(self, counts: Callable[[Any], Any]) -> Turns[Batch]:
-        """Look a window ahead."""
         while True:
             steps = self._needs.remaining()
             number = min(self._look(steps), steps)
@@ -183,12 +182,10 @@ class Over(Generic[Batch]):
         self.loop: Loop = no_loop()  # the latest
 
     def __len__(self) -> int:
-        """Return the number of micro-batches, where the loader knows it."""
         loader: Any = self._loader
         return len(loader)
 
     def __bool__(self) -> bool:
-        """Tell whether there are batches, as far as the loader knows."""
         with suppress(TypeError):
             return len(self) > 0
         return True

@@ -39,7 +39,6 @@ class GradientNoise:
     """
 
     def __init__(self, training: Accumulator | BigStep, *, every: int = 16, last: int = 512) -> None:
-        """Begin to measure."""
         if not isinstance(training, Accumulator | BigStep):
             raise ConfigurationError(
                 f"GradientNoise({type(training).__name__}): it measures the windows of an Accumulator or a BigStep.",
@@ -65,11 +64,9 @@ class GradientNoise:
         self._end()
 
     def __enter__(self) -> "Self":
-        """Measure until the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Measure no more windows."""
         self.stop()
 
     def attends(self) -> bool:

@@ -152,7 +152,6 @@ class NoiseReport:
     every: int  # every so-many-th window was measured
 
     def __str__(self) -> str:
-        """Say it in sentences."""
         low, high = self.interval
         about = f"at least {_number(low)}" if math.isinf(high) else f"between {_number(low)} and {_number(high)}"
         scale = "unknown" if self.scale is None else _number(self.scale)

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SEED_BYTES = 8
-
 
 class Randomness:
     """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's.
@@ -23,7 +21,6 @@ class Randomness:
     def __init__(
         self, devices: frozenset[torch.device] = frozenset(), own: Sequence[Any] = (), *, host: bool = True
     ) -> None:
-        """Take down the states as they are; no device is waited for."""
         numpy: Any = sys.modules.get("numpy")
         of_host = [random, *([] if numpy is None else [numpy.random])] if host else []
         self._access = list(map(_access, [*_defaults(devices), *of_host, *own]))
@@ -93,7 +90,6 @@ class Draws:
     """What one run draws, so that another run draws the same."""
 
     def __init__(self, streams: Streams) -> None:
-        """Note where all generators are before the run."""
         self._devices, self._before, self._any = streams.devices, Randomness(streams.devices), False
 
     def settle(self) -> None:
@@ -145,5 +141,5 @@ def _defaults(devices: frozenset[torch.device]) -> list[torch.Generator]:
 
 
 def _seed(state: Tensor, number: int) -> int:
-    found = hashlib.sha256(state.numpy().tobytes() + number.to_bytes(_SEED_BYTES, "little")).digest()
-    return int.from_bytes(found[:_SEED_BYTES], "little") >> 1
+    found = hashlib.sha256(state.numpy().tobytes() + number.to_bytes(8, "little")).digest()
+    return int.from_bytes(found[:8], "little") >> 1

@@ -44,15 +44,10 @@ class Buffers:
         """Copy what may change."""
         self.moved: set[int] = set() if before is None else before.moved  # ids of those that have moved once
         stayed = {} if before is None else {id(each.buffer): each for each in before.saved}
-        modules = dict.fromkeys(module for model in models for module in model.modules())
-        own = [module._buffers for module in modules]  # noqa: SLF001 - there is no other way to restore one
-        self._registered = [(each, dict(each)) for each in own]
-        self.saved: list[_Saved] = [
-            self._save(module, name, buffer, stayed.get(id(buffer)))
-            for module, buffers in zip(modules, own, strict=True)
-            for name, buffer in buffers.items()
-            if buffer is not None
-        ]
+        own = {module: module._buffers for model in models for module in model.modules()}  # noqa: SLF001 - to restore it
+        self._registered = [(each, dict(each)) for each in own.values()]
+        every = [(module, name, b) for module, each in own.items() for name, b in each.items() if b is not None]
+        self.saved: list[_Saved] = [self._save(*each, stayed.get(id(each[2]))) for each in every]
 
     def _save(self, module: nn.Module, name: str, buffer: Tensor, known: _Saved | None) -> _Saved:
         moves = id(buffer) in self.moved or (isinstance(module, Statistics) and module.training)
@@ -87,24 +82,24 @@ class Buffers:
 
     def restore(self) -> None:
         """Put all of them back, those that were replaced by other tensors, too; one that is as it was stays."""
+
+        def restore(saved: _Saved) -> None:
+            if id(saved.buffer) in self.moved or not saved.is_same():
+                saved.buffer.copy_(saved.copied)
+
         with torch.no_grad(), ExitStack() as each_by_itself:
             for saved in self.saved:
-                each_by_itself.callback(self._restore, saved)
+                each_by_itself.callback(restore, saved)
             for buffers, before in self._registered:
                 each_by_itself.callback(buffers.update, before)
 
-    def _restore(self, saved: _Saved) -> None:
-        if id(saved.buffer) in self.moved or not saved.is_same():
-            saved.buffer.copy_(saved.copied)
-
 
 class Snapshot:
-    """What a forward of some models begins with: their buffers, and random numbers."""
+    """What a forward of some models begins with: their buffers, and random numbers of theirs and other `devices`."""
 
     def __init__(
         self, models: Sequence[nn.Module], before: Buffers | None = None, devices: frozenset[torch.device] = frozenset()
     ) -> None:
-        """Copy both as they are; `devices` are those in use beside the models' own."""
         self.buffers, self.randomness = Buffers(models, before), Randomness(devices_of(models) | devices)
 
     def restore(self, *, randomness: bool = True) -> None:
