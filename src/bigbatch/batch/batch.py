@@ -33,7 +33,6 @@ class SampleShape:
         return kinds == others and all(map(operator.ge, sizes, least))
 
     def __str__(self) -> str:
-        """Write it as `state_dict` keeps it."""
         return "; ".join(f"{path} {dtype} {list(dims)}" for path, dtype, dims in self.tensors) or "samples"
 
 
@@ -140,7 +139,6 @@ def _taken(leaf: Any, indices: Indices) -> Any:
 
 
 def _length(leaf: Any) -> int | None:
-    """Return how many rows a leaf has, where it can have samples: a tensor or an array."""
     return leaf.shape[0] if (isinstance(leaf, Tensor) or is_array(leaf)) and leaf.ndim else None
 
 
@@ -152,11 +150,10 @@ def _agreed(lengths: dict[str, int], whole: Any) -> int:
         return 1  # one sample and something shared; were it many with shared rows, to run them at once is right, too
     if others and others[0][1] == most:
         shown = [f"{path}: {list(leaf.shape)}" for path, leaf in leaves(whole) if path in lengths]
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
         raise BatchError(
             f"The tensors of this batch disagree on how many samples there are: {size} and {others[0][0]} rows are "
             "found equally often.",
-            found=", ".join(shown[:_SHOWN]) + more,
+            found=", ".join(shown[:_SHOWN]) + ", ..." * (len(shown) > _SHOWN),
             fix="one row per sample in every tensor, and what all samples share in loss_fn, not in the batch",
         )
     if not size:

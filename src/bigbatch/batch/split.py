@@ -30,7 +30,6 @@ class Padding:
     given: int  # tokens of the batch as it came
 
     def __str__(self) -> str:
-        """Say it in one line."""
         return (
             f"{self.padded:,} tokens for {self.real:,} real ones ({1 - self.real / max(self.padded, 1):.0%} padding); "
             f"{self.given:,} as the batch came"
@@ -134,7 +133,6 @@ def joined(extras: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | N
 
 
 def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) -> Any:
-    """Join one leaf of all micro-batches."""
     if not all(isinstance(leaf, Tensor) for leaf in column):
         return column
     if all(leaf.dim() and leaf.shape[0] == size for leaf, size in zip(column, sizes, strict=True)):

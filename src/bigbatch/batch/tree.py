@@ -106,13 +106,11 @@ def digest(batch: Any) -> int | None:
 
 class _Content(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Write a tensor's own values, not all of its storage; and what was defined locally by its name."""
-        if isinstance(value, type | FunctionType) and "<" in value.__qualname__:  # <locals>, <lambda>
+        if isinstance(value, type | FunctionType) and "<" in value.__qualname__:  # <locals>, <lambda>: by its name
             return str, (value.__qualname__,)
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             return NotImplemented  # torch takes it apart
-        values = value.detach().cpu().reshape(-1).view(torch.uint8)
-        return bytes, (values.numpy().tobytes(),)
+        return bytes, (value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),)  # not all of its storage
 
 
 def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:

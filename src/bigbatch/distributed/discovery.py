@@ -129,7 +129,6 @@ def _refuse_overlap(
 
 
 def _refuse_loose(models: Sequence[nn.Module]) -> None:
-    """Refuse parameters that no reduction reaches."""
     every = (named for model in models for named in model.named_parameters())
     if loose := [name for name, p in every if p.requires_grad and not hasattr(p, "device_mesh")]:
         problem = f"{len(loose)} parameters of this model are outside of fully_shard, which alone reduces gradients."

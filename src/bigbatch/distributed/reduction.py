@@ -78,7 +78,10 @@ class Replicas(Ranks):
         self.reduced = self._reduces
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
-        """Check what is to be added up, or what DDP has, and agree; at first compare the weights, too."""
+        """Check what is to be added up, or what DDP has, and agree, at first on the weights, too; then share buffers.
+
+        They are the first rank's, as DDP's own forward sends them where it was told to.
+        """
         if self.reduced:
             mine = mine._replace(reduced=bits_in_one(gradients.dense()))
         elif any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters):
@@ -92,7 +95,11 @@ class Replicas(Ranks):
             frozen = (p for model in self._models for p in model.parameters() if not p.requires_grad)
             plain = [p for p in frozen if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
             mine = mine._replace(weights=in_one([*gradients.parameters, *plain], gradients.device))
-        return super().agree(mine, words, gradients)
+        found = super().agree(mine, words, gradients)
+        for wrapper in self.wrappers:  # before the step, which may fail on one rank: the others would wait here
+            if wrapper.broadcast_buffers and wrapper.modules_buffers:
+                wrapper._sync_buffers()  # noqa: SLF001 - no public name
+        return found
 
     def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct the gradients and add them up over all ranks, unless DDP has."""
@@ -101,12 +108,6 @@ class Replicas(Ranks):
         else:
             _add_up(self, self.group, gradients, correction, agreement)
         return 1.0
-
-    def share_buffers(self) -> None:
-        """Send the first rank's buffers to all, as DDP does where it was told to."""
-        for wrapper in self.wrappers:
-            if wrapper.broadcast_buffers and wrapper.modules_buffers:
-                wrapper._sync_buffers()  # noqa: SLF001 - as its own forward does
 
 
 class Shards(Ranks):

@@ -47,9 +47,8 @@ class Team:
     def _tell_nobody(self, *_: Any, **__: Any) -> Any:
         """Do nothing, at what several processes check, say or send; `Ranks`, `Replicas` and `Shards` say what."""
 
-    prepare = open_window = drop = share_buffers = most = _tell_nobody
-    begin_loop = announce = tell_of_several = _tell_nobody
-    check_loss = check_last_batch = _tell_nobody
+    prepare = open_window = drop = most = begin_loop = announce = _tell_nobody
+    tell_of_several = check_loss = check_last_batch = _tell_nobody
 
     def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
         """Add up totals that were counted in advance."""

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,10 +102,9 @@ def resident() -> int:
 
 
 def _machine_total() -> int:
-    try:
+    with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return _UNTOLD
+    return _UNTOLD
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
@@ -128,20 +128,17 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def _number_in(file: Path, pattern: str) -> int | None:
-    """Return the first number of a pattern in a file; None where there is none."""
     return int(found[1]) if (found := re.search(pattern, _text(file))) else None
 
 
 def _text(file: Path) -> str:
-    try:
+    with suppress(OSError):
         return file.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    return ""
 
 
 def human(size: float) -> str:
     """Write bytes for people: "11.3 GiB"."""
-    size = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":  # noqa: PLR2004 - the step between units
             break

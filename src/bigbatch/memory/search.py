@@ -194,8 +194,7 @@ def batch_seconds(size: int, total: int, probes: Sequence[Probe]) -> float | Non
     if len(times) < 2:  # noqa: PLR2004 - of one there is no line
         return times[0][1] * -(-total // size) if times else None
 
-    def line(at: int) -> float:
-        """Read a value off the line through the two points around a place, or the two nearest to it."""
+    def line(at: int) -> float:  # through the two points around a place, or the two nearest to it
         place = min(max(bisect_right(times, at, key=lambda point: point[0]), 1), len(times) - 1)
         (x, y), (u, v) = times[place - 1 : place + 1]
         return y + (v - y) * (at - x) / (u - x)

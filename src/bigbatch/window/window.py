@@ -365,7 +365,6 @@ class Window:
         nothings = agreement.nothings  # a device is not waited for
         if not isinstance(nothings, Tensor) and nothings and stepper.scaler is None and not stepper.skip_nonfinite:
             self._refuse_hollow()
-        team.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
         skipped: bool | Tensor = True
         self.state = BROKEN
