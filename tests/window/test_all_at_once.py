@@ -16,7 +16,9 @@ from bigbatch.window.tally import Ledger
 from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import Batch, rows, seeded
 
-pairs = st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=2, max_size=6)
+every_count = st.sampled_from([1, 2]).flatmap(
+    lambda number: st.lists(st.tuples(*[st.integers(0, 9)] * number), min_size=2, max_size=6)
+)
 
 
 def terms(counts: Sequence[int], *, on_device: bool) -> list[Term]:
@@ -34,25 +36,17 @@ def weighed(every: Sequence[Sequence[int]], *, on_device: bool) -> tuple[list[li
     return [[float(n) for _, n in w.each] if w.each else [float(w.whole)] * number for w in found], ledger
 
 
-@given(pairs)
-def test_counts_on_a_device_weigh_as_numbers_do(every: list[tuple[int, int]]) -> None:
+@given(every_count)
+def test_counts_on_a_device_weigh_as_numbers_do(every: list[tuple[int, ...]]) -> None:
     """Each term's weights are its counts' shares: they add up to 1, or to 0 where nothing counted."""
     found, ledger = weighed(every, on_device=True)
     for mine, plain in zip(found, weighed(every, on_device=False)[0], strict=True):
         assert mine == pytest.approx(plain, rel=1e-12, abs=1e-12)
-    for at, column in enumerate(zip(*every, strict=True)):
-        assert sum(row[at] for row in found) == pytest.approx(float(any(column)), rel=1e-12)
-    known = ledger.loss_known
-    same = all(abs(one - other) <= 1e-12 * one for one, other in found)
-    assert isinstance(known, Tensor)
-    assert bool(known) == same
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=6))
-def test_one_term_has_one_weight(counts: list[int]) -> None:
-    """Its share, for the whole loss."""
-    found, _ = weighed([(n,) for n in counts], on_device=True)
-    assert [n for (n,) in found] == pytest.approx([n / (sum(counts) or 1) for n in counts], rel=1e-12)
+    for column, counts in zip(zip(*found, strict=True), zip(*every, strict=True), strict=True):
+        assert [*column] == pytest.approx([n / (sum(counts) or 1) for n in counts], rel=1e-12)
+    same = all(abs(row[0] - row[-1]) <= 1e-12 * row[0] for row in found)
+    assert bool(ledger.loss_known) == same
+    assert isinstance(ledger.loss_known, Tensor) is (len(every[0]) > 1)
 
 
 COUNTS: dict[str, tuple[Callable[[Any, Batch], Tensor], Any]] = {

@@ -232,26 +232,6 @@ def test_a_step_that_has_begun_is_never_made_again(
     assert len(steps) == 2
 
 
-@pytest.mark.parametrize("where", ["end of the step", "end of the window"])
-def test_ctrl_c_after_the_step_leaves_the_window_broken_or_closed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are after the step: going on must not make it again, nor add to it."""
-    training = Training(steps=2, case=PLAIN)
-    STEPPING[where](None, None, Once(KeyboardInterrupt()), monkeypatch)
-    training.backward(BATCHES[0])
-    with pytest.raises(KeyboardInterrupt) as caught:
-        training.backward(BATCHES[1])
-    assert "has stepped" in "".join(getattr(caught.value, "__notes__", ["has stepped"]))
-    training.assert_big_batches(BATCHES[:2])
-    if where == "end of the step":
-        with pytest.raises(WindowBroken, match="was made"):
-            training.accumulator.flush()
-        training.accumulator.discard()
-    assert training.accumulator.remaining == 2
-    assert training.accumulator.flush() is None
-    training.train(BATCHES[2:6])
-    training.assert_big_batches(BATCHES[:2], BATCHES[2:4], BATCHES[4:6])
-
-
 def absent(rank: int) -> bool:
     """Take part without samples, with a hook that fails; returns whether gradients are left."""
     model = mlp()()

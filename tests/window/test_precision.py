@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, Options, counted
+from bigbatch import Accumulator, BigStep, Options, Update, counted
 from bigbatch.errors import SeveralCounts
 from tests.support.reference import big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, mlp, rows
@@ -43,16 +43,19 @@ def weighed(gradients: list[list[Tensor]], counts: Sequence[float]) -> list[Tens
     ]
 
 
-class Seen:
-    """What `.grad` holds before the step."""
-
-    def __init__(self, model: nn.Module, accumulator: Accumulator) -> None:
-        self._parameters = trained(model)
-        self.gradients: list[Tensor] = []
-        accumulator.before_step(self._look)
-
-    def _look(self) -> None:
-        self.gradients = [p.grad.clone() for p in self._parameters if p.grad is not None]
+def train(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss: Callable[[Any, Batch], Tensor] | None = None,
+    optimizer: OptimizerFactory = sgd,
+    **options: Any,
+) -> tuple[list[Tensor], Update]:
+    """Train one window; returns what `.grad` holds before the step, and the update."""
+    gradients: list[Tensor] = []
+    accumulator = Accumulator(model, optimizer(trained(model)), steps=len(batches), **options)
+    accumulator.before_step(lambda: gradients.extend(p.grad.clone() for p in trained(model) if p.grad is not None))
+    (update,) = [u for b in accumulator.over(batches) if (u := accumulator.backward((loss or low_loss)(model, b)))]
+    return gradients, update
 
 
 # Adding up.
@@ -64,18 +67,15 @@ def test_gradients_add_up_in_float32(dtype: torch.dtype, sizes: tuple[int, ...])
     """The sum of the micro-gradients, weighed by counts that bf16 cannot hold, to the precision of float32."""
     batches = [rows(size, seed) for seed, size in enumerate(sizes)]
     model = mlp()().to(dtype)
-    accumulator = Accumulator(model, sgd(trained(model)), steps=len(sizes))
-    seen = Seen(model, accumulator)
     true = weighed(micro_gradients(model, low_loss, batches), [kept(batch) for batch in batches])
-    for batch in accumulator.over(batches):
-        accumulator.backward(low_loss(model, batch))
-    assert all(gradient.dtype == torch.float32 for gradient in seen.gradients)
-    assert distance(seen.gradients, true) <= 1e-6
+    gradients, _ = train(model, batches)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    assert distance(gradients, true) <= 1e-6
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_a_thousand_fp16_micro_batches_do_not_underflow(ragged: bool) -> None:
-    """A weight of 1/4000 in the backward would leave little of small gradients: fp16 ends at 6e-8."""
+    """A weight of 1/1000 in the backward would leave little of small gradients: fp16 ends at 6e-8."""
     sizes = [1 + place % 3 for place in range(1000)] if ragged else [2] * 1000
     batches = [rows(size, seed % 7) for seed, size in enumerate(sizes)]
     model = mlp()().half()
@@ -83,15 +83,10 @@ def test_a_thousand_fp16_micro_batches_do_not_underflow(ragged: bool) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return 0.001 * F.mse_loss(model(batch["x"].half()), batch["value"].half())
 
-    accumulator = Accumulator(model, sgd(trained(model)), steps=4 * len(sizes))
-    seen = Seen(model, accumulator)
     each = {(size, place % 7): batch for place, (size, batch) in enumerate(zip(sizes, batches, strict=True))}
     of = dict(zip(each, micro_gradients(model, loss, list(each.values())), strict=True))
     true = weighed([of[size, place % 7] for place, size in enumerate(sizes)], sizes)
-    for batch in batches:
-        accumulator.backward(loss(model, batch))
-    accumulator.flush()
-    assert distance(seen.gradients, true) <= 1e-4
+    assert distance(train(model, batches, loss)[0], true) <= 1e-4
 
 
 @pytest.mark.parametrize("low", [(0, 1, 2), (2,), (1, 2), (0,), (1,), (0, 2), (0, 1)], ids=str)
@@ -119,12 +114,8 @@ def same_sign(dtype: torch.dtype | None) -> float:
     model = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
     by = torch.Generator().manual_seed(0)
     data = [{"x": (1 + torch.rand(1, 64, generator=by)).bfloat16()} for _ in range(1024)]
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1024, gradient_dtype=dtype)
-    seen = Seen(model, accumulator)
-    for batch in accumulator.over(data):
-        accumulator.backward(model(batch["x"]).mean())
-    true = torch.stack([batch["x"].double() for batch in data]).mean(0)
-    return distance(seen.gradients, [true])
+    gradients, _ = train(model, data, lambda model, batch: model(batch["x"]).mean(), gradient_dtype=dtype)
+    return distance(gradients, [torch.stack([batch["x"].double() for batch in data]).mean(0)])
 
 
 def test_a_thousand_gradients_of_one_sign_lose_nothing() -> None:
@@ -145,49 +136,28 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stock_optimizers_step_with_the_gradient_rounded_once(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit what the optimizer does with the float32 gradient cast to the parameter's type."""
+def test_stock_optimizers_step_with_the_gradient_rounded_once(
+    name: str, dtype: torch.dtype, clip_norm: float | None
+) -> None:
+    """Bit for bit what the optimizer does with the float32 gradient cast to the parameter's type; clipped before."""
     model, twin = mlp()().to(dtype), mlp()().to(dtype)
-    ours, theirs = OPTIMIZERS[name](trained(model)), OPTIMIZERS[name](trained(twin))
-    accumulator = Accumulator(model, ours, steps=2)
-    seen = Seen(model, accumulator)
-    for batch in accumulator.over([rows(size, seed) for seed, size in enumerate((3, 1, 4, 2))]):
-        if accumulator.backward(low_loss(model, batch)) is None:
-            continue
-        for p, gradient in zip(trained(twin), seen.gradients, strict=True):
-            p.grad = gradient.to(dtype)
-        theirs.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_clipping_low_precision_parameters(name: str) -> None:
-    """The norm is taken, and the clip applied, before the rounding."""
-    model, twin = mlp()().bfloat16(), mlp()().bfloat16()
-    accumulator = Accumulator(model, OPTIMIZERS[name](trained(model)), steps=2, clip_norm=0.01)
-    seen = Seen(model, accumulator)
-    updates = [
-        accumulator.backward(low_loss(model, batch)) for batch in accumulator.over([rows(3, seed) for seed in range(2)])
-    ]
-    norm = torch.cat([g.flatten() for g in seen.gradients]).double().norm()
-    assert updates[1] is not None
-    assert updates[1].grad_norm is not None
-    assert float(updates[1].grad_norm) == pytest.approx(float(norm), rel=1e-6)
-    for p, gradient in zip(trained(twin), seen.gradients, strict=True):
-        p.grad = (gradient * (0.01 / norm)).bfloat16()
+    gradients, update = train(model, [rows(3, 0), rows(1, 1)], optimizer=OPTIMIZERS[name], clip_norm=clip_norm)
+    norm, factor = torch.cat([g.flatten() for g in gradients]).double().norm(), 1.0
+    if clip_norm is not None:
+        assert update.grad_norm is not None
+        assert float(update.grad_norm) == pytest.approx(float(norm), rel=1e-6)
+        factor = clip_norm / float(norm)
+    for p, gradient in zip(trained(twin), gradients, strict=True):
+        p.grad = (gradient * factor).to(dtype)
     OPTIMIZERS[name](trained(twin)).step()
-    assert distance(weights(model), weights(twin)) <= 1e-3
-
-
-def is_clean(parameters: Sequence[Tensor]) -> bool:
-    """No gradient, and none but of the parameter's own type accepted, as torch has it."""
-    return all(p.grad is None and getattr(p, "grad_dtype", p.dtype) == p.dtype for p in parameters)
+    assert distance(weights(model), weights(twin)) <= (0.0 if clip_norm is None else 1e-3)
 
 
 def test_parameters_are_left_as_they_were() -> None:
-    """After a step and after `discard`: no gradient is left, and no float32 one would be accepted."""
+    """After a step and after `discard`: no gradient is left, and no float32 one would be accepted, as torch has it."""
     model, batch = mlp()().bfloat16(), rows(3, 0)
     parameters = trained(model)
     accumulator = Accumulator(model, sgd(parameters), steps=2)
@@ -196,7 +166,7 @@ def test_parameters_are_left_as_they_were() -> None:
         accumulator.backward(low_loss(model, batch))
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
         end()
-        assert is_clean(parameters)
+        assert all(p.grad is None and getattr(p, "grad_dtype", p.dtype) == p.dtype for p in parameters)
     low_loss(model, batch).backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in parameters)
 
@@ -215,32 +185,24 @@ def test_parameters_are_left_as_they_were() -> None:
 def test_only_low_precision_gradients_are_widened(own: torch.dtype, wanted: torch.dtype, found: torch.dtype) -> None:
     """float32 and float64 parameters keep a gradient of their own type; None leaves all of them."""
     model = mlp()().to(own)
-    accumulator = Accumulator(model, sgd(trained(model)), steps=1, gradient_dtype=wanted)
-    seen = Seen(model, accumulator)
-    accumulator.backward(low_loss(model, rows(3, 0)))
-    assert {gradient.dtype for gradient in seen.gradients} == {found}
+    gradients, _ = train(model, [rows(3, 0)], gradient_dtype=wanted)
+    assert {gradient.dtype for gradient in gradients} == {found}
 
 
 def test_parameters_of_both_kinds_in_one_window() -> None:
     """A bf16 body under a float32 head: one norm, each gradient in its own precision."""
-    model = mlp()()
-    model[0].bfloat16()  # type: ignore[index]  # nn.Sequential
-    model[2].float()  # type: ignore[index]
+    model: Any = mlp()()
+    model[0].bfloat16()
+    model[2].float()
 
-    def loss(batch: Batch) -> Tensor:
-        body = model[1](model[0](batch["x"].bfloat16()))  # type: ignore[index]
-        return F.cross_entropy(model[2](body.float()), batch["partly"])  # type: ignore[index]
+    def loss(_: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model[2](model[1](model[0](batch["x"].bfloat16())).float()), batch["label"])
 
     batches = [rows(4, seed) for seed in range(4)]
-    for batch in batches:
-        batch["partly"] = batch["label"]
-    accumulator = Accumulator(model, sgd(trained(model)), steps=4, clip_norm=1.0)
-    seen = Seen(model, accumulator)
-    true = weighed(micro_gradients(model, lambda _, batch: loss(batch), batches), [1, 1, 1, 1])
-    for batch in accumulator.over(batches):
-        accumulator.backward(loss(batch))
-    assert {gradient.dtype for gradient in seen.gradients} == {torch.float32}
-    assert distance(seen.gradients, true) <= 1e-6
+    true = weighed(micro_gradients(model, loss, batches), [1, 1, 1, 1])
+    gradients, _ = train(model, batches, loss, clip_norm=1.0)
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    assert distance(gradients, true) <= 1e-6
 
 
 def test_several_weights_in_a_low_precision_loss_are_refused() -> None:

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import StepLR
 
-from bigbatch import Accumulator, Update
+from bigbatch import Accumulator
 from tests.support.reference import big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss
 from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
@@ -23,19 +22,13 @@ def big_gradient(batches: list[Batch], case: Loss = MASKED) -> list[Tensor]:
     return list(torch.autograd.grad(case.loss(model, case.join(batches)), trained(model)))
 
 
-def one_window(training: Training, batches: list[Batch]) -> Update:
-    """Train a single window and return its update."""
-    (update,) = training.train(batches)
-    return update
-
-
 # What it tells.
 
 
 @pytest.mark.parametrize("case", [MASKED, PLAIN, SUMMED], ids=str)
 def test_the_loss_is_the_big_batchs(case: Loss) -> None:
     """Not the last micro-batch's, nor their average, nor, for a sum, a part of it."""
-    update = one_window(Training(steps=7, case=case), BATCHES)
+    (update,) = Training(steps=7, case=case).train(BATCHES)
     true = big_batches(case, BATCHES, 7)
     assert float(update.loss) == pytest.approx(true.losses[0], rel=1e-12)
     assert update.loss.dtype == torch.float64
@@ -48,7 +41,7 @@ def test_the_loss_is_the_big_batchs(case: Loss) -> None:
 
 def test_an_update_is_frozen_and_reads_well() -> None:
     """It is a record of what was; printing it shows the numbers."""
-    update = one_window(Training(steps=2, case=PLAIN, clip_norm=1.0), micro_batches((1, 1), PLAIN))
+    (update,) = Training(steps=2, case=PLAIN, clip_norm=1.0).train(micro_batches((1, 1), PLAIN))
     with pytest.raises(dataclasses.FrozenInstanceError):
         update.micro_batches = 3  # type: ignore[misc]  # that it cannot be set is the point
     assert repr(update).startswith(f"Update(loss={float(update.loss):.6g}, count=8, micro_batches=2, grad_norm=")
@@ -61,25 +54,10 @@ def test_an_update_is_frozen_and_reads_well() -> None:
 @pytest.mark.parametrize("clip_norm", [0.01, 0.3, 1e6, math.inf, 1])
 def test_the_norm_is_reported_before_clipping(clip_norm: float) -> None:
     """`grad_norm` is that of the big batch's gradient, whatever is then cut off."""
-    update = one_window(Training(steps=7, clip_norm=clip_norm), BATCHES)
+    (update,) = Training(steps=7, clip_norm=clip_norm).train(BATCHES)
     norm = torch.cat([g.flatten() for g in big_gradient(BATCHES)]).norm()
     assert update.grad_norm is not None
     assert float(update.grad_norm) == pytest.approx(float(norm), rel=1e-12)
-
-
-def test_clipping_happens_once_per_window() -> None:
-    """Clipping each micro-batch, as a loop in the wrong order does, is something else."""
-    training = Training(steps=3, clip_norm=0.05)
-    training.train(BATCHES)
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-    each = MASKED.model()
-    optimizer = sgd(trained(each))
-    for batch in BATCHES[:3]:
-        (MASKED.loss(each, batch) / 3).backward()
-        clip_grad_norm_(trained(each), 0.05)
-    optimizer.step()
-    true = big_batches(MASKED, BATCHES[:3], 3, clip_norm=0.05)
-    assert distance(weights(each), true.weights) > 1e-3
 
 
 # The hook before the step.
@@ -87,19 +65,26 @@ def test_clipping_happens_once_per_window() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_the_hook_sees_the_big_batchs_gradient(clip_norm: float | None) -> None:
-    """Corrected, and not clipped yet; once per window, and not for a window of nothing."""
+    """Corrected, and not clipped yet; once per window, not for a window of nothing, nor when it was removed."""
     training = Training(steps=7, clip_norm=clip_norm)
     seen: list[list[Tensor]] = []
-    training.accumulator.before_step(
+    remove = training.accumulator.before_step(
         lambda: seen.append([p.grad.clone() for p in trained(training.model) if p.grad is not None])
     )
-    one_window(training, BATCHES)
+    training.accumulator.before_step(lambda: seen.append([]))
+    training.train(BATCHES)
     training.assert_big_batches(BATCHES)
     (nothing,) = micro_batches((2,))
     nothing["partly"].fill_(-100)
-    assert one_window(training, [nothing]).skipped
-    assert len(seen) == 1
-    assert distance(seen[0], big_gradient(BATCHES)) <= 1e-12
+    (update,) = training.train([nothing])
+    assert update.skipped
+    gradient, second = seen
+    assert distance(gradient, big_gradient(BATCHES)) <= 1e-12
+    assert not second  # in order
+    remove()
+    remove()
+    training.train(BATCHES[:1])
+    assert seen[2:] == [[]]
 
 
 def test_the_hook_may_change_the_gradient() -> None:
@@ -114,7 +99,7 @@ def test_the_hook_may_change_the_gradient() -> None:
             p.grad.add_(1.0)
 
     training.accumulator.before_step(change)
-    update = one_window(training, BATCHES)
+    (update,) = training.train(BATCHES)
     gradient = [torch.ones_like(first), torch.zeros_like(second), *(g + 1 for g in big_gradient(BATCHES)[2:])]
     norm = torch.cat([g.flatten() for g in gradient]).norm()
     assert update.grad_norm is not None
@@ -122,19 +107,6 @@ def test_the_hook_may_change_the_gradient() -> None:
     expected = [w - 0.5 * g / norm for w, g in zip(weights(MASKED.model()), gradient, strict=True)]
     assert distance(training.weights, expected) <= 1e-6  # torch's own 1e-6 in the clip coefficient
     assert norm > 1
-
-
-def test_hooks_run_in_order_and_can_be_removed() -> None:
-    """Each registration returns what undoes it, once or twice."""
-    training = Training(steps=1)
-    calls: list[str] = []
-    remove = training.accumulator.before_step(lambda: calls.append("first"))
-    training.accumulator.before_step(lambda: calls.append("second"))
-    training.backward(BATCHES[0])
-    remove()
-    remove()
-    training.backward(BATCHES[1])
-    assert calls == ["first", "second", "second"]
 
 
 # Schedulers.
