@@ -405,7 +405,8 @@ def test_replicas_are_apart_and_their_ranks_are_not() -> None:
 
 def test_a_count_that_a_device_finds_to_be_nothing() -> None:
     """It is noted beside the totals."""
-    ledger = Ledger(steps=2, in_common=True)
+    ledger = Ledger(steps=2)
+    ledger.in_common = True
     ledger.pending = [(torch.tensor(float("nan")), torch.tensor(0.0)), (torch.tensor(2.0), torch.tensor(3.0))]
     ledger.fold()
     assert (float(ledger.nothings), float(ledger.loss)) == (1.0, 6.0)

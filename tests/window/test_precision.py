@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, Update, counted
 from bigbatch.errors import SeveralCounts
-from tests.support.reference import big_batches, distance, sgd, trained, weights
+from tests.support.reference import OptimizerFactory, big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, mlp, rows
 from tests.support.training import Training
 
 HALVES = [torch.bfloat16, torch.float16]
-OptimizerFactory = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def low_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -148,7 +148,7 @@ class WholeWindows(Replayed):
                 extras = launch(window, iter(given))
             finally:
                 window.recording = False
-            if isinstance(window.residual, Tensor) or window.residual != 1.0:
+            if isinstance(window.starts.residual, Tensor) or window.starts.residual != 1.0:
                 raise NotCapturable(_LOW)
             refuse_hidden(extras)
             return extras, window.recorded()

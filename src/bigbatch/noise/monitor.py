@@ -79,7 +79,7 @@ class GradientNoise:
 
     def first(self, window: Window, start: Count, count: Count) -> None:
         """Measure a window after its first micro-batch."""
-        self._first = _norm(window.gradients.parameters), window.residual / start, count
+        self._first = _norm(window.gradients.parameters), window.starts.residual / start, count
 
     def whole(self, window: Window) -> None:
         """Measure a window before its step."""
@@ -93,7 +93,7 @@ class GradientNoise:
         if reason is not None:
             self._left_out[reason] += 1
         elif first is not None:
-            factor = ledger.correction() * window.residual / window.scale
+            factor = ledger.correction() * window.starts.residual / window.scale
             self._seen.append((*first, _norm(window.gradients.parameters), factor, totals[0]))
 
     def _read(self) -> list[Norms]:

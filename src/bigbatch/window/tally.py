@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.distributed.statement import Statement
+from bigbatch.distributed.team import Team
 from bigbatch.errors import SeveralCounts
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term
@@ -24,6 +25,7 @@ from bigbatch.window import same_loss
 from bigbatch.window.same_loss import Factors, is_whole, over_data
 
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
+_ALONE = Team()
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
 
 
@@ -65,22 +67,11 @@ class Ledger:
     first_count: Tensor | None = None  # on its way to the host
     shares_once: bool = False  # whether this rank's share of a term that counts once has been added
 
-    def __init__(
-        self,
-        steps: int,
-        *,
-        small: bool = False,
-        in_common: bool = False,
-        provisional: Count | None = None,
-        ranks: int = 1,
-    ) -> None:
-        """Begin a window of so many `steps`.
-
-        `small` keeps weights below 1, for a gradient scaler that is tuned to means; `in_common`: other ranks'
-        gradients are added to these before the window ends.
-        """
-        self.steps, self.small, self.in_common, self.provisional = steps, small, in_common, provisional
-        self.once = 1.0 / ranks  # this rank's share of a term that counts once
+    def __init__(self, steps: int, team: Team = _ALONE, *, small: bool = False) -> None:
+        """Begin a window; `small` keeps weights below 1, for a gradient scaler that is tuned to means."""
+        self.steps, self.small, self.provisional = steps, small, team.unit
+        self.in_common = team.in_common  # whether other ranks' gradients are added to these before the window ends
+        self.once = 1.0 / team.size  # this rank's share of a term that counts once
         self.pending: list[tuple[Tensor, Count]] = []  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
@@ -168,8 +159,8 @@ class Ledger:
             self.zeros = True
             return
         value, data = _value(loss), over_data(terms)
-        is_mean = self.totals is None and bool(data) and data[0].kind == "mean"
         self._note(terms, data)
+        is_mean = self.totals is None and bool(data) and data[0].kind == "mean"
         of_value = data[0].count if is_mean else weights.of_value if weights.each else weights.whole
         if isinstance(value, Tensor) and of_value is not None:
             self.pending.append((value, of_value))  # added up later, with others

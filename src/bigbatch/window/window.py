@@ -63,12 +63,10 @@ class Window:
         self._stepper, self._team = stepper, team
         self.gradients = Gradients(stepper.optimizers, dtype)  # for whoever adds to them beside `add`
         team.open_window()
-        self.ledger = ledger = Ledger(
-            steps, small=stepper.scaler is not None, in_common=team.in_common, provisional=team.unit, ranks=team.size
-        )
+        self.ledger = ledger = Ledger(steps, team, small=stepper.scaler is not None)
         if totals is not None:
             ledger.own_totals, ledger.totals = totals, team.totals(totals, self.gradients.device)
-        self._starts = Starts(stepper.scaler, self.gradients)
+        self.starts = Starts(stepper.scaler, self.gradients)
         self._witness = stepper.open(self)
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.state = OPEN
@@ -94,17 +92,10 @@ class Window:
         return None if self._team.is_alone else self._team
 
     @property
-    def residual(self) -> Count:
-        """What `.grad` is to be multiplied with beside all weights, because a low-precision loss could not be."""
-        return self._starts.residual
-
-    @property
     def scale(self) -> Count:
         """The loss scale that is in the gradients; 1 where there is none."""
-        scale = self._starts.scale()
-        if scale is None:
-            return 1.0
-        return scale.item() if scale.is_cpu else wide(scale)
+        scale = self.starts.scale()
+        return 1.0 if scale is None else scale.item() if scale.is_cpu else wide(scale)
 
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True, reading: object = None) -> "Alike | None":
         """Add one micro-batch's gradient. Raises before anything is added, or leaves the window broken.
@@ -115,8 +106,7 @@ class Window:
         ledger, team = self.ledger, self._team
         if not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        weights = self._weights(loss, terms)
-        factors: dict[Node, Tensor] = {}
+        weights, factors = self._weights(loss, terms), dict[Node, Tensor]()
         self.state = BROKEN
         if ledger.in_common or not weights.nothing:  # where it is in common, every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
@@ -126,12 +116,12 @@ class Window:
         ledger.enter(terms, weights, loss, factors)
         if reading is None or not (only_own and self._shown and team.is_alone and ledger.is_plain and loss.is_cpu):
             return None
-        is_weighed = self._stepper.scaler is None and loss.dtype not in LOW_PRECISION and self.residual == 1.0
+        is_weighed = self._stepper.scaler is None and loss.dtype not in LOW_PRECISION and self.starts.residual == 1.0
         return Alike(reading, loss.dtype, ledger) if is_weighed else None
 
     def add_alike(self, loss: Tensor, count: float, alike: "Alike") -> None:
         """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
-        gradients, ledger = self.gradients, self.ledger
+        ledger = self.ledger
         if ledger.micro_batches or self.state is not OPEN:  # gradients were looked at when the window was opened
             self.check()
         else:
@@ -139,9 +129,9 @@ class Window:
         weight: float = count / ledger.provisional  # type: ignore[operator, assignment]  # a number: is_plain
         self.state = BROKEN
         if alike.start is None or alike.weight != weight:
-            alike.weight, alike.start = weight, self._starts.of(weight, loss, first=False)
-        run_backward(loss, alike.start, gradients.parameters)
-        gradients.remember()
+            alike.weight, alike.start = weight, self.starts.of(weight, loss, first=False)
+        run_backward(loss, alike.start, self.gradients.parameters)
+        self.gradients.remember()
         if not self._reached:
             self._refuse_unreached()
         ledger.micro_batches += 1
@@ -162,10 +152,10 @@ class Window:
         self.ledger.small = True  # somebody may multiply with a loss scale, which is tuned to means
         weights = self._weights(loss, terms)
         self._stepper.weighed = True  # others step for it
-        factors: dict[Node, Tensor] = {}
-        around = self._around = ExitStack()
+        factors, around = dict[Node, Tensor](), ExitStack()
+        self._around = around
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else []
-        start = self._starts.of(weights.whole, loss, first=first, scaled=False) * times
+        start = self.starts.of(weights.whole, loss, first=first, scaled=False) * times
         found: list[tuple[Tensor, Tensor]] = []  # the gradient that came to the loss, and what it was made
         queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
@@ -180,7 +170,7 @@ class Window:
                 hook.remove()
             self._note_gradients()
             came, weighted = found[0]
-            value = loss.detach() * self._starts.undivided(times, came)
+            value = loss.detach() * self.starts.undivided(times, came)
             self.ledger.enter(terms, weights, value, _apart(factors, weights, weighted))
             self._failure, self.state = None, OPEN
 
@@ -194,7 +184,7 @@ class Window:
         They may wait for each other inside, so none is left out, though it may count nothing.
         """
         every = [terms for _, terms in found]
-        team, gradients = self._team, self.gradients
+        team, gradients, left = self._team, self.gradients, len(found)
         team.check_loss(found[0][0].dtype)
         if not team.elsewhere:
             team.announce("the end of forward", gradients.device)
@@ -202,7 +192,6 @@ class Window:
         weights = weigh_together(self.ledger, every, of_all)
         refuse_rounded_weights([loss for loss, _ in found], weights)
         gradients.widen()
-        left = len(found)
         self.ledger.nothings = self.ledger.nothings + float(sum(is_hollow(*each) for each in found))
         self._await([term for terms in every for term in terms])
 
@@ -275,11 +264,10 @@ class Window:
                 return
 
     def _backward(self, loss: Tensor, terms: list[Term], weights: Weights, *, only_own: bool) -> dict[Node, Tensor]:
-        """Add a loss's gradient; returns the factors of terms that had weights of their own."""
         factors: dict[Node, Tensor] = {}
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
-            start = self._starts.of(weights.whole, loss, first=not self.ledger.micro_batches)
+            start = self.starts.of(weights.whole, loss, first=not self.ledger.micro_batches)
             leaves = self.gradients.parameters if only_own else None
             if self._team.is_alone:  # a context is felt by a small model
                 run_backward(loss, start, leaves)
@@ -294,7 +282,6 @@ class Window:
                 hook.remove()
 
     def _note_gradients(self) -> None:
-        """Take note of the gradients after a backward, and refuse a first one that gave none."""
         self.gradients.remember()
         if not self._reached and not (self.ledger.in_common and self._team.holds_back):
             self._refuse_unreached()
@@ -371,7 +358,7 @@ class Window:
         if self._counted_anything(agreement):
             if self._witness is not None:
                 self._witness.whole(self)
-            rest = team.reduce(gradients, ledger.correction(agreement) * self._starts.correction(), agreement)
+            rest = team.reduce(gradients, ledger.correction(agreement) * self.starts.correction(), agreement)
             if stepping:
                 norm, skipped = stepper.step(gradients, rest)
             else:
@@ -433,7 +420,7 @@ class Window:
         self.check()
         return {
             "gradients": [None if p.grad is None else p.grad.detach().clone() for p in self.gradients.parameters],
-            "residual": copied(self._starts.residual),
+            "residual": copied(self.starts.residual),
             "double": self.ledger.precise,
             **self.ledger.state_dict(),
         }
@@ -445,7 +432,7 @@ class Window:
             ledger.load_state_dict(state)
             pairs = zip(state["gradients"], gradients.parameters, strict=True)
             gradients.preset([None if saved is None else saved.to(p.device, copy=True) for saved, p in pairs])
-            self._starts.residual = copied(state["residual"])
+            self.starts.residual = copied(state["residual"])
         except BaseException as error:
             self._failure = error, f"the window that was saved could not be loaded: {type(error).__name__}."
             gradients.release()
