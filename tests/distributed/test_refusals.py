@@ -32,6 +32,17 @@ def refused(name: str) -> Callable[[Callable[[int], Any]], None]:
     return partial(CASES.__setitem__, name)
 
 
+def after(network: Any, change: Callable[[Any], object]) -> Any:
+    """Return a model after a change."""
+    change(network)
+    return network
+
+
+def alone(rank: int) -> Any:
+    """Return a group of this process."""
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
 def step(rank: int, network: nn.Module, size: Any = 2, **options: Any) -> Any:
     """Make one big step."""
     return BigStep(network, sgd(network), mean, micro_batch_size=size, options=Options(**options))(micro_batch(4, rank))
@@ -182,15 +193,6 @@ def _(rank: int) -> None:
     reducing(rank, Ddp(plain), lambda net, b: F.cross_entropy(net(b[0], next(turns)), b[1]), [[3, 5], [6, 1]])
 
 
-@refused("unfrozen since")
-def _(rank: int) -> None:
-    plain = model()
-    plain[0].requires_grad_(False)
-    network = Ddp(plain)
-    plain.requires_grad_(True)
-    reducing(rank, network)
-
-
 @refused("a parameter beside")
 def _(rank: int) -> None:
     network, scale = Ddp(model()), nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -198,6 +200,9 @@ def _(rank: int) -> None:
 
 
 CASES |= {
+    "unfrozen since": lambda rank: reducing(
+        rank, Ddp(after(model(), lambda net: net[0].requires_grad_(False))).requires_grad_(True)
+    ),
     "past the wrapper": lambda rank: reducing(rank, Ddp(model()), lambda net, batch: mean(net.module, batch)),
     "find_unused_parameters": lambda rank: reducing(rank, Ddp(model(), find_unused_parameters=True)),
     "no wrapper": lambda rank: reducing(rank, model(), **WORLD()),
@@ -242,13 +247,6 @@ def _(rank: int) -> None:
     accumulator.flush()
 
 
-@refused("all-reduce hook")
-def _(rank: int) -> None:
-    network: Any = shards(model())
-    network.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
-    train(rank, network)
-
-
 def sharded_later(rank: int, *, big: bool) -> None:
     """Make an object first, and shard its model then."""
     network = model()
@@ -282,6 +280,9 @@ CASES |= {
     "each rank its own head": lambda rank: through_heads(rank, [[0, 0], [1, 1]]),
     "each rank its own head, overlap": lambda rank: through_heads(rank, [[0, 0], [1, 1]], overlap=True),
     "heads in turn": lambda rank: through_heads(rank, [[0, 1], [1, 0]]),
+    "all-reduce hook": lambda rank: train(
+        rank, after(shards(model()), lambda net: net.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0)))
+    ),
     "partly sharded": lambda _: made(nn.Sequential(shards(nn.Linear(5, 4)), nn.Linear(4, 4))),
     "other steps": lambda rank: train(rank, shards(model()), steps=2 + rank),
 }
@@ -293,24 +294,11 @@ class DeepSpeedEngine(nn.Sequential):
     """What a model is in after deepspeed.initialize(), by its name."""
 
 
-@refused("hook")
-def _(rank: int) -> None:
-    network = Ddp(model())
-    network.register_comm_hook(None, allreduce_hook)
-    train(rank, network)
-
-
 @refused("sparse gradients")
 def _(_: int) -> None:
     torch.manual_seed(0)
     network = Ddp(nn.EmbeddingBag(5, 4, sparse=True))
     made(network, steps=1).backward(mean(network, (torch.randint(5, (4, 2)), torch.randint(4, (4,)))))
-
-
-@refused("hidden DDP")
-def _(_: int) -> Any:
-    network = Ddp(model())
-    return made(network.module), network
 
 
 @refused("reducing again")
@@ -321,17 +309,10 @@ def _(rank: int) -> None:
     accumulator.backward(mean(network, micro_batch(4, rank)))
 
 
-@refused("two groups")
-def _(_: int) -> None:
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    made(nn.ModuleList([Ddp(model()), Ddp(model(), process_group=alone)]))
-
-
 def in_mid_window(rank: int, *, saves: bool) -> None:
     """Save where a window is open, or load one that a process alone has left open."""
-    group = dist.new_group([rank], use_local_synchronization=True)
     network = Ddp(model()) if saves else model()
-    accumulator = made(network, **({} if saves else {"group": group}))
+    accumulator = made(network, **({} if saves else {"group": alone(rank)}))
     accumulator.backward(mean(network, micro_batch(4, 7)))
     state = accumulator.state_dict()
     accumulator.discard()
@@ -343,6 +324,9 @@ CASES |= {
     "DeepSpeed": lambda _: made(DeepSpeedEngine(model())),
     "DataParallel": lambda rank: step(rank, nn.DataParallel(model())),
     "mixed precision": lambda _: made(Ddp(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))),
+    "hook": lambda rank: train(rank, after(Ddp(model()), lambda net: net.register_comm_hook(None, allreduce_hook))),
+    "hidden DDP": lambda _: (network := Ddp(model()), made(network.module)),
+    "two groups": lambda rank: made(nn.ModuleList([Ddp(model()), Ddp(model(), process_group=alone(rank))])),
     "no group": lambda _: made(Ddp(model()), group=[0, 1]),
 }
 OTHERS: dict[str, Callable[[int], Any]] = {  # whose texts belong to other parts of the library

@@ -130,7 +130,7 @@ class _Pool:
         return [found[rank] for rank in range(len(found))]
 
     def is_ready(self) -> bool:
-        """Whether all have left their last group: a thread of gloo may abort a process then (see tests/launched.py)."""
+        """Whether all have left their last group: a thread of gloo may abort a process then (see test_examples.py)."""
         found = [self._received(pipe) if pipe.poll(5.0) else None for pipe in self._pipes]
         if found != [_READY] * len(found):
             self.end()

@@ -153,7 +153,7 @@ def _agreed(lengths: dict[str, int], whole: Any) -> int:
         raise BatchError(
             f"The tensors of this batch disagree on how many samples there are: {size} and {others[0][0]} rows are "
             "found equally often.",
-            found=", ".join(shown[:_SHOWN]) + ", ..." * (len(shown) > _SHOWN),
+            found=", ".join(shown[:_SHOWN]) + " and more" * (len(shown) > _SHOWN),
             fix="one row per sample in every tensor, and what all samples share in loss_fn, not in the batch",
         )
     if not size:
