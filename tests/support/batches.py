@@ -5,7 +5,7 @@ A structure wraps a dict of tensors and opens it again, so each of them meets ev
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -55,38 +55,16 @@ def samples_of(batch: Batch) -> int:
 
 
 def _by_name(made: Any) -> Batch:
-    return {name: getattr(made, name) for name in _names(made)}
-
-
-def _names(made: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(made)] if dataclasses.is_dataclass(made) else made._fields
+    names = [field.name for field in dataclasses.fields(made)] if dataclasses.is_dataclass(made) else made._fields
+    return {name: getattr(made, name) for name in names}
 
 
 def _named_tuple(batch: Batch) -> Any:
     return namedtuple("Samples", list(batch))(**batch)  # noqa: PYI024 - the fields are those of the loss's data
 
 
-def _dataclass(**options: bool) -> Callable[[Batch], Any]:
-    def wrap(batch: Batch) -> Any:
-        return dataclasses.make_dataclass("Samples", list(batch), **options)(**batch)  # type: ignore[arg-type]
-
-    return wrap
-
-
-class Odd(Mapping[str, Any]):
-    """A mapping that cannot be changed and wants something else to be made."""
-
-    def __init__(self, secret: str, items: Batch) -> None:
-        self.secret, self._items = secret, items
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
+def _frozen(batch: Batch) -> Any:
+    return dataclasses.make_dataclass("Samples", list(batch), frozen=True, slots=True)(**batch)
 
 
 @dataclasses.dataclass
@@ -158,23 +136,16 @@ def _unnested(made: Any) -> Batch:
     return {**first, **dict(zip(names.split()[len(first) :], rest["deep"], strict=True))}
 
 
-def _pairs(batch: Batch) -> tuple[tuple[str, Tensor], ...]:
-    return tuple(batch.items())
-
-
 STRUCTURES = [
     Structure("dict", dict, dict, dict),
     Structure("default-dict", lambda batch: defaultdict(list, batch), dict, defaultdict),
     Structure("user-dict", UserDict, dict, UserDict),
     Structure("proxy", MappingProxyType, dict),
-    Structure("odd-mapping", lambda batch: Odd("secret", batch), dict),
     Structure("batch-encoding", BatchEncoding, dict, BatchEncoding),
     Structure("model-output", ModelOutput, dict, ModelOutput),
-    Structure("pairs", _pairs, dict, tuple),
+    Structure("pairs", lambda batch: tuple(batch.items()), dict, tuple),
     Structure("named-tuple", _named_tuple, _by_name),
-    Structure("dataclass", _dataclass(), _by_name),
-    Structure("dataclass-frozen-slots", _dataclass(frozen=True, slots=True), _by_name),
-    Structure("dataclass-keywords", _dataclass(kw_only=True), _by_name),
+    Structure("dataclass-frozen-slots", _frozen, _by_name),
     Structure("dataclass-picky", Picky, _twins, Picky, of_any=False),
     Structure("nested", _nested, _unnested, list),
     Structure("company", _in_company, _out_of_company, dict, of_any=False),
