@@ -4,7 +4,7 @@ import gc
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +23,7 @@ from tests.faults.outcomes import Case, Outcome
 from tests.support import rank_loops as loops
 from tests.support import rank_norms as norms
 from tests.support.rank_loops import heard, made, mean, micro_batch, model, raising, sgd, shards, two_heads, weights
-from tests.support.ranks import exactly, on_ranks, run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
@@ -277,9 +277,11 @@ def test_ddp_is_as_it_was_after_the_last(rank: int) -> None:
         assert network.require_backward_grad_sync == flag, rank
 
 
-def averaging_again(rank: int, replicas: bool) -> Any:
-    """Have an object refused, and two make an update; then take a gradient by hand when they are gone."""
-    network = shards(model(), shape=(2, 2) if replicas else None)
+@pytest.mark.parametrize(("ranks", "shape"), [(2, None), (4, (2, 2))])
+@on_ranks()
+def test_shards_average_again(rank: int, ranks: int, shape: Any) -> None:
+    """As they do by default, over all ranks, when nobody here needs them any more: two objects, and a refused one."""
+    network, plain = shards(model(), shape=shape), model()
     assert "must be" in heard(lambda: BigStep(network, sgd(network), mean, micro_batch_size=0))
     accumulator = made(network, steps=1)
     accumulator = made(network, steps=1)
@@ -288,19 +290,11 @@ def averaging_again(rank: int, replicas: bool) -> Any:
     del accumulator
     gc.collect()
     mean(network, micro_batch(4, rank)).backward()
-    every: list[Any] = list(network.parameters())
-    return weights(network), [p.grad.full_tensor() for p in every]
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_shards_average_again(replicas: bool) -> None:
-    """As they do by default, over all ranks, when nobody here needs them any more."""
-    ranks, network = 4 if replicas else 2, model()
-    for each, gradients in exactly(ranks, averaging_again, replicas):
-        for p, value in zip(network.parameters(), each, strict=True):
-            p.data, p.grad = value, None
-        torch.stack([mean(network, micro_batch(4, rank)) for rank in range(ranks)]).mean().backward()
-        assert distance(gradients, [p.grad for p in network.parameters() if p.grad is not None]) <= 1e-12
+    for p, value in zip(plain.parameters(), weights(network), strict=True):
+        p.data = value
+    torch.stack([mean(plain, micro_batch(4, each)) for each in range(ranks)]).mean().backward()
+    found, true = ([p.grad for p in each.parameters() if p.grad is not None] for each in (network, plain))
+    assert distance([each.full_tensor() for each in cast("list[Any]", found)], true) <= 1e-12
 
 
 @pytest.mark.parametrize(("wanted", "overlap"), [(True, True), (True, False), (False, True)])
@@ -318,8 +312,9 @@ def test_buffers_are_sent_once_per_update(rank: int, wanted: bool, overlap: bool
     assert sent.call_count == (4 if overlap else 8) * wanted
 
 
-def summed_in_low_precision(rank: int) -> Any:
-    """Share a sum of bf16 that one rank has one part of, and the other three."""
+@on_ranks(2)
+def test_sums_of_low_precision_cross_the_wire_alike(rank: int) -> None:
+    """Whatever number of micro-batches a rank has: here one, there three."""
 
     def loss(network: Any, batch: loops.Batch) -> Tensor:
         out = network(batch[0].bfloat16())
@@ -327,13 +322,9 @@ def summed_in_low_precision(rank: int) -> Any:
 
     network = Ddp(model().bfloat16())
     BigStep(network, sgd(network), loss, micro_batch_size=2)(micro_batch(2 + 4 * rank, rank))
-    return weights(network)
-
-
-def test_sums_of_low_precision_cross_the_wire_alike() -> None:
-    """Whatever number of micro-batches a rank has."""
-    one, other = exactly(2, summed_in_low_precision)
-    assert distance(other, one) == 0
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, weights(network))
+    assert distance(*every) == 0
 
 
 # A sample of the campaign.

@@ -345,30 +345,27 @@ def test_a_loss_leaves_alone_what_another_trains(
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("group", 2), ("outermost", 2), ("hsdp", 4)])
-def test_low_precision_is_added_up_in_float32(kind: str, ranks: int) -> None:
-    """Over micro-batches and over ranks."""
-    for gradient in exactly(ranks, in_bfloat16, kind):
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, torch.full_like(gradient, ranks * sum(1.0 + n / 128 for n in range(64))))
-
-
-def in_bfloat16(_: int, kind: str) -> Any:
-    """Train bf16 parameters, whose gradients add up in float32, each adding what bf16 would round away."""
+@on_ranks()
+def test_low_precision_is_added_up_in_float32(rank: int, kind: str, ranks: int) -> None:
+    """Over micro-batches, each of which adds what bf16 would round away, and over ranks."""
     network: Any = WRAPPERS[kind](nn.Sequential(nn.Linear(5, 4, bias=False), nn.Identity(), nn.Identity()).bfloat16())
     nn.init.zeros_(next(network.parameters()))
-    found: list[Tensor] = []
+    found: list[Any] = []
     if kind == "group":  # as a model has that was quantized
         network[0].packed = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
     accumulator = loops.made(network, steps=64, **({"group": dist.group.WORLD} if kind == "group" else {}))
     accumulator.before_step(lambda: found.extend(p.grad for p in network.parameters()))
     for number in range(64):
         accumulator.backward(network(torch.full((1, 5), 1.0 + number / 128, dtype=torch.bfloat16)).float().sum())
-    gradient: Any = found[0]
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    gradient = found[0].full_tensor() if hasattr(found[0], "full_tensor") else found[0]
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, torch.full_like(gradient, ranks * sum(1.0 + n / 128 for n in range(64)))), rank
 
 
-def infinite(rank: int, kind: str) -> Any:
-    """Have one rank's gradients be no numbers in the second window."""
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("shards", 2), ("hsdp", 4)])
+@on_ranks()
+def test_what_is_not_finite_on_one_rank_skips_on_all(rank: int, kind: str, ranks: int) -> None:
+    """And all go on with the same scale and weights."""
     network = WRAPPERS[kind](model())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     accumulator = loops.made(network, scaler=scaler)
@@ -377,16 +374,10 @@ def infinite(rank: int, kind: str) -> Any:
         broken = x.fill_(float("nan")) if (rank, number) == (1, 2) else x
         update = accumulator.backward(F.cross_entropy(network(broken), y.clamp(min=0)))
         skipped += [update.skipped] if update is not None else []
-    return weights(network), skipped, scaler.get_scale()
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("shards", 2), ("hsdp", 4)])
-def test_what_is_not_finite_on_one_rank_skips_on_all(kind: str, ranks: int) -> None:
-    """And all go on with the same scale and weights."""
-    found = exactly(ranks, infinite, kind)
-    for each, skipped, scale in found:
-        assert (skipped, scale) == ([False, True, False], 2.0**7)
-        assert distance(each, found[0][0]) == 0
+    assert (skipped, scaler.get_scale()) == ([False, True, False], 2.0**7)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, weights(network))
+    assert all(distance(each, every[0]) == 0 for each in every)
 
 
 @pytest.mark.parametrize(

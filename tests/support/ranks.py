@@ -68,13 +68,13 @@ def exactly(number: int, work: Callable[..., Any], *arguments: Any, **named: Any
     return found
 
 
-def on_ranks(number: int, **named: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have a test run on each of so many ranks, which is its first argument."""
+def on_ranks(number: int | None = None, **named: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test run on each of so many ranks, or of its argument `ranks`; its first argument is the rank."""
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(*arguments: Any, **given: Any) -> None:
-            exactly(number, _inside, run, arguments, given, **named)
+            exactly(number or given["ranks"], _inside, run, arguments, given, **named)
 
         whole = inspect.signature(test)
         vars(run)["__signature__"] = whole.replace(parameters=list(whole.parameters.values())[1:])
