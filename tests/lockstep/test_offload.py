@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch import BigStep, Options, across
+from bigbatch import across
 from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep import run
 from bigbatch.lockstep.offload_evict import Holdings
 from bigbatch.lockstep.offload_store import HostMemory
-from tests.support.coupled import assert_big_batch
+from tests.support.coupled import Make, assert_big_batch, assert_refused, model, step_of
 from tests.support.late_streams import offload_late
 from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import generator, seeded
+from tests.support.samples import rows as samples_of
 
 Batch = tuple[Tensor, Tensor]
 _SLAB = 1 << 14
@@ -34,63 +37,58 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return offload_late(monkeypatch)
 
 
-class Residual(nn.Module):
+def residual(m: Any, x: Tensor) -> Any:
     """Norms and activations, in place and not, and a way around them."""
-
-    def __init__(self, activation: Callable[[], nn.Module] = nn.ReLU) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), activation())
-        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), activation())
-        self.more = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
-        self.last = nn.Sequential(activation(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, h, w) → (n, 4)."""
-        x = self.first(x)
-        around = x
-        x = self.more(self.body(x))
-        x += around
-        found: Tensor = self.last(x)
-        return found
+    x = m.first(x)
+    around = x
+    x = m.more(m.body(x))
+    x += around
+    return m.last(x)
 
 
-class Parted(Residual):
+def in_two_views(m: Any, x: Tensor) -> Any:
     """Memory that is copied in two views: it must not go when all of it was copied, while a part of it still is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, h, w) → (n, 4)."""
-        x = self.first(x)
-        y = self.more[0](x)
-        side = x[:, :2].square().mean(1, keepdim=True)
-        found: Tensor = self.last(self.body(self.more[1](y)) + x + side)
-        return found
+    x = m.first(x)
+    y = m.more[0](x)
+    return m.last(m.body(m.more[1](y)) + x + x[:, :2].square().mean(1, keepdim=True))
 
 
-class Skipping(Residual):
+def skipping(m: Any, x: Tensor) -> Any:
     """Windows that ask in another order: what was fetched for nothing is there before its memory is given out again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, h, w) → (n, 4)."""
-        x = self.first(x)
-        side, y = self.more(x), self.body(x)
-        found: Tensor = self.last(y if switch[0] else y + side)
-        return found
+    x = m.first(x)
+    side, y = m.more(x), m.body(x)
+    return m.last(y if switch[0] else y + side)
 
 
 switch = [False]
 
 
+def layer(*more: nn.Module, inputs: int = 4) -> nn.Module:
+    """A convolution and a norm."""
+    return nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1), nn.BatchNorm2d(4), *more)
+
+
+def layered(how: Callable[[Any, Tensor], Any] = residual, activation: Callable[[], nn.Module] = nn.ReLU) -> Make:
+    """Make a model of a few layers, with an activation."""
+    return model(
+        how,
+        first=lambda: layer(activation(), inputs=3),
+        body=lambda: layer(activation()),
+        more=layer,
+        last=lambda: nn.Sequential(activation(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)),
+    )
+
+
 def images(number: int, seed: int) -> Batch:
     """Return images and their classes."""
-    by = torch.Generator().manual_seed(seed)
+    by = generator(seed)
     return torch.randn(number, 3, 6, 6, generator=by, dtype=torch.float64), torch.randint(4, (number,), generator=by)
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over samples."""
-    return F.cross_entropy(model(batch[0]), batch[1])
+def cross_entropy(m: Any, batch: Batch) -> Tensor:
+    """Return the mean over samples. Every other window takes a short cut."""
+    switch[0] = bool((batch[0][:, 0, 0, 0] == 0).all())
+    return F.cross_entropy(m(batch[0]), batch[1])
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -135,35 +133,23 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-class Between2Norms(nn.Module):
-    """Something between two norms."""
-
-    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.below = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
-        self.inner, self.between = nn.Conv2d(4, 4, 3, padding=1), between
-        self.above, self.head = nn.BatchNorm2d(4), nn.Linear(4, 4)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, h, w) → (n, 4)."""
-        found: Tensor = self.head(self.above(self.between(self.inner, self.below(x))).mean((2, 3)))
-        return found
+def between_norms(between: Callable[[nn.Module, Tensor], Tensor]) -> Make:
+    """Make a model with something between two norms."""
+    return model(
+        lambda m, x: m.head(m.above(between(m.inner, m.below(x))).mean((2, 3))),
+        below=lambda: layer(inputs=3),
+        inner=lambda: nn.Conv2d(4, 4, 3, padding=1),
+        above=lambda: nn.BatchNorm2d(4),
+        head=lambda: nn.Linear(4, 4),
+    )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: Residual(ACTIVATIONS[name]) for name in ACTIVATIONS},  # type: ignore[misc]
-    **{name: lambda name=name: Between2Norms(BETWEEN[name]) for name in BETWEEN},  # type: ignore[misc]
-    "two views": lambda: Parted(nn.GELU),
-    "another order": lambda: Skipping(nn.GELU),
+MODELS: dict[str, Make] = {
+    **{name: layered(residual, activation) for name, activation in ACTIVATIONS.items()},
+    **{name: between_norms(between) for name, between in BETWEEN.items()},
+    "two views": layered(in_two_views, nn.GELU),
+    "another order": layered(skipping, nn.GELU),
 }
-
-
-def switching(model: nn.Module, batch: Batch) -> Tensor:
-    """Every other window takes a short cut."""
-    switch[0] = bool((batch[0][:, 0, 0, 0] == 0).all())
-    return cross_entropy(model, batch)
 
 
 @pytest.mark.parametrize("waiting", [0, 0.8])  # times one micro-batch, that may wait on the device
@@ -173,9 +159,8 @@ def test_the_big_batch_whatever_waits_elsewhere(name: str, waiting: float, monke
     monkeypatch.setattr(run, "_WAITING", waiting)
     batches = [images(samples, number) for number, samples in enumerate([8, 8, 11, 8])]
     batches[2][0][:, 0, 0, 0] = 0
-    loss = switching if name == "another order" else cross_entropy
     for size in (3, 1):
-        assert_big_batch(MODELS[name], loss, batches, size, check=False, optimizer=slow)
+        assert_big_batch(MODELS[name], cross_entropy, batches, size, check=False, optimizer=slow)
 
 
 def slow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -187,8 +172,7 @@ def test_what_comes_back_does_so_ahead_of_time(seen: Counter[str], monkeypatch: 
     """Where all leave, from the second window on; where some stay, each comes back to memory that is there."""
     for waiting, samples in ((0.0, 13), (0.8, 24)):
         monkeypatch.setattr(run, "_WAITING", waiting)
-        model, parts = Residual(), -(-samples // 2)
-        step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=2, options=Options(check=False))
+        step, parts = step_of(layered()(), cross_entropy, 2, check=False), -(-samples // 2)
         for number in range(3):
             seen.clear()
             step(images(samples, number))
@@ -202,25 +186,17 @@ def test_what_comes_back_does_so_ahead_of_time(seen: Counter[str], monkeypatch: 
             assert seen["ahead"] > 0.25 * seen["came"]
 
 
-def held_after(step: BigStep) -> int:
-    """Return how many bytes of host memory a step holds."""
-    offload = step._together._offload
-    assert offload is not None
-    return offload.memory.held
-
-
 def test_host_memory_serves_again_and_what_follows_a_norm_is_made_again() -> None:
     """Of a convolution, a norm and a ReLU one tensor is kept, not two."""
     stored: dict[str, int] = {}
     for name in ("relu", "gelu"):
         layers = [(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), ACTIVATIONS[name]()) for _ in range(4)]
-        model = nn.Sequential(*(each for layer in layers for each in layer)).double()
-        loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
-        step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(check=False))
+        made = nn.Sequential(*(each for layer in layers for each in layer)).double()
+        step = step_of(made, lambda m, x: m(x).square().mean(), 4, check=False)
         held = []
         for _ in range(3):
             step(torch.randn(8, 3, 8, 8, dtype=torch.float64))
-            held.append(held_after(step))
+            held.append(step._together._offload.memory.held)  # type: ignore[union-attr]
         assert len(set(held)) == 1
         stored[name] = held[0]
     assert 0 < stored["relu"] <= 0.5 * stored["gelu"]  # 0.67 if ReLU stored its result
@@ -229,31 +205,24 @@ def test_host_memory_serves_again_and_what_follows_a_norm_is_made_again() -> Non
 @pytest.mark.parametrize("rows", [2, 64])
 def test_changes_in_place_are_noticed_as_torch_would(rows: int) -> None:
     """Whether the tensor was moved or too small for it; whoever does not ask for it is not told."""
+    make = seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)))
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-
-    def loss_fn(model: Any, batch: Batch, *, beside: bool = True) -> Tensor:
-        hidden = model[1](model[0](batch[0])).exp()
-        out = model[2](hidden)
+    def loss_fn(m: Any, batch: Batch, *, beside: bool = True) -> Tensor:
+        hidden = m[1](m[0](batch[0])).exp()
+        out = m[2](hidden)
         (hidden.exp() if beside else hidden).mul_(3)
         return F.cross_entropy(out, batch[1])
 
-    by = torch.Generator().manual_seed(0)
-    batch = (torch.randn(2 * rows, 3, generator=by, dtype=torch.float64), torch.randint(4, (2 * rows,), generator=by))
+    whole = samples_of(2 * rows, 0)
+    batch = whole["x"], whole["label"]
     assert_big_batch(make, loss_fn, [batch], rows, check=False)
-    model, options = make(), Options(check=False)
-    loss = lambda model, batch: loss_fn(model, batch, beside=False)  # noqa: E731
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        BigStep(model, sgd(trained(model)), loss, micro_batch_size=rows, options=options)(batch)
-    assert distance(weights(model), weights(make())) == 0
+    told = "modified by an inplace operation"
+    assert_refused(make, partial(loss_fn, beside=False), batch, rows, RuntimeError, told, check=False)
 
 
 def test_a_batch_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it starts; what is pinned already counts as there."""
-    model = Residual()
-    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=3)
+    step = step_of(layered()(), cross_entropy, 3)
     step(images(8, 0))
     monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 1 << 14)
     step(images(8, 1))
@@ -264,10 +233,12 @@ def test_a_batch_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.Monkey
 # Where all leave: what must stay, and what must not be lost.
 
 
-def two_norms() -> nn.Sequential:
+def norms() -> nn.Sequential:
     """Return a small model."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16)).double()
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+
+two_norms = seeded(norms)
 
 
 class Scored(torch.autograd.Function):
@@ -286,61 +257,38 @@ class Scored(torch.autograd.Function):
         return weight, above[0] * x if ctx.needs_input_grad[1] else None
 
 
-class Scoring(nn.Module):
+def score(m: Any, x: Tensor) -> Any:
     """A score of each micro-batch; of the whole batch, in parts of two."""
-
-    def __init__(self, *, learned: bool) -> None:
-        super().__init__()
-        self.below = two_norms()
-        self.weight = nn.Parameter(torch.randn(2, 16, dtype=torch.float64), requires_grad=learned)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) → a score."""
-        hidden = self.below(x)
-        if len(x) > 2:
-            return (hidden * self.weight.repeat(len(x) // 2, 1)).sum()
-        found: Tensor = Scored.apply(hidden, self.weight)  # type: ignore[no-untyped-call]
-        return found
+    hidden = m.below(x)
+    if len(x) > 2:
+        return (hidden * m.weight.repeat(len(x) // 2, 1)).sum()
+    return Scored.apply(hidden, m.weight)  # type: ignore[no-untyped-call]
 
 
-class Twice(nn.Module):
+def scoring(*, learned: bool) -> Make:
+    """Make such a model."""
+    return model(score, below=norms, weight=lambda: nn.Parameter(torch.randn(2, 16), requires_grad=learned))
+
+
+def twice(m: Any, x: Tensor) -> Any:
     """A shortcut's gradient goes out once more after another was added to it in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.one, self.two = two_norms(), two_norms(), nn.Linear(16, 6).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) → (n, 16)."""
-        around = self.stem(x)
-        y = around + self.one(self.two(around)) + self.one[0](self.two(around))
-        found: Tensor = y + self.one(self.two(y))
-        return found
+    around = m.stem(x)
+    y = around + m.one(m.two(around)) + m.one[0](m.two(around))
+    return y + m.one(m.two(y))
 
 
-class Logging(nn.Module):
+def logging(m: Any, x: Tensor) -> Any:
     """A value that nothing goes back through, as one that is logged, may have saved what is changed later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.around, self.below, self.norm = nn.Linear(6, 16), nn.Linear(6, 16), nn.BatchNorm1d(16)
-        self.size: Tensor | None = None
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) → (n, 16)."""
-        around = self.around(x)
-        self.size = (around * around).mean().detach()
-        (around * around).mean()
-        around.add_(1)
-        found: Tensor = self.norm(self.below(x)) + around
-        return found
+    around = m.around(x)
+    m.size = (around * around).mean().detach()
+    (around * around).mean()
+    around.add_(1)
+    return m.norm(m.below(x)) + around
 
 
-def mixing(model: Any, batch: Batch, *, gathers: bool) -> Tensor:
+def mixing(m: Any, batch: Batch, *, gathers: bool) -> Tensor:
     """A value across micro-batches inside the model, and its gradient, which goes straight into a norm."""
-    first, norm, second, last = model
+    first, norm, second, last = m
     hidden = norm(first(batch[0]))
     if gathers:
         together = across.gather(hidden)
@@ -352,11 +300,7 @@ def mixing(model: Any, batch: Batch, *, gathers: bool) -> Tensor:
     return found.pow(2).sum(1).sqrt().mean()
 
 
-def to_target(model: Any, batch: Batch) -> Tensor:
-    """Compare with a target."""
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
+to_target = lambda m, batch: F.mse_loss(m(batch[0]), batch[1])  # noqa: E731
 STAYING: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Tensor]]] = {
     "what is gathered": (two_norms, lambda m, b: mixing(m, b, gathers=True)),
     "what is summed": (two_norms, lambda m, b: mixing(m, b, gathers=False)),
@@ -364,10 +308,13 @@ STAYING: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Tensor]
         two_norms,
         lambda m, b: across.once(across.sum(torch.stack(m(b[0]).split(2)).sum(0)).pow(4).mean()),
     ),
-    "a weight that is a gradient": (lambda: Scoring(learned=True), lambda m, b: across.once(across.sum(m(b[0])))),
-    "a gradient of several": (lambda: Scoring(learned=False), lambda m, b: across.once(across.sum(m(b[0])))),
-    "what is added to a gradient": (Twice, to_target),
-    "what was changed after it was saved": (Logging, to_target),
+    "a weight that is a gradient": (scoring(learned=True), lambda m, b: across.once(across.sum(m(b[0])))),
+    "a gradient of several": (scoring(learned=False), lambda m, b: across.once(across.sum(m(b[0])))),
+    "what is added to a gradient": (model(twice, stem=norms, one=norms, two=lambda: nn.Linear(16, 6)), to_target),
+    "what was changed after it was saved": (
+        model(logging, **dict.fromkeys(("around", "below"), lambda: nn.Linear(6, 16)), norm=lambda: nn.BatchNorm1d(16)),
+        to_target,
+    ),
 }
 
 
@@ -385,16 +332,15 @@ def test_what_stays_and_what_is_not_lost(how: str, monkeypatch: pytest.MonkeyPat
 def test_the_casts_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast makes them once for all micro-batches."""
     monkeypatch.setattr(run, "_WAITING", 0)
-    model = Residual().float()
-    twin = copy.deepcopy(model)
+    made = layered()().float()
+    twin = copy.deepcopy(made)
     inputs, labels = images(16, 0)
     batch = inputs.float(), labels
-    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=2, options=Options(check=False))
     with torch.autocast("cpu", torch.bfloat16):
-        step(batch)
+        step_of(made, cross_entropy, 2, check=False)(batch)
         cross_entropy(twin, batch).backward()
     sgd(trained(twin)).step()
-    assert distance(weights(model), weights(twin)) <= 1e-2  # what bf16 rounds
+    assert distance(weights(made), weights(twin)) <= 1e-2  # what bf16 rounds
 
 
 @given(st.integers(2, 70), st.floats(0, 1.5))
@@ -421,24 +367,20 @@ def _raise(_: Tensor) -> None:
     raise ValueError("mine")
 
 
-class Failing(Residual):
-    """Fails for a single sample, where it is told to."""
-
-    fails = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, h, w) → (n, 4)."""
-        hidden = self.first[0](x)
-        found.append((hidden, hidden.detach().clone()))
-        around = self.first[2](self.first[1](hidden))
-        if self.fails == "forward" and len(x) == 1:
-            raise ValueError("mine")
-        y: Tensor = self.last(self.more(self.body(around)) + around)
-        if self.fails == "backward" and len(x) == 1:
-            around.register_hook(_raise)
-        return y
+def failing(m: Any, x: Tensor) -> Any:
+    """Fail for a single sample, where it is told to."""
+    hidden = m.first[0](x)
+    found.append((hidden, hidden.detach().clone()))
+    around = m.first[2](m.first[1](hidden))
+    if fails[0] == "forward" and len(x) == 1:
+        raise ValueError("mine")
+    y = m.last(m.more(m.body(around)) + around)
+    if fails[0] == "backward" and len(x) == 1:
+        around.register_hook(_raise)
+    return y
 
 
+fails = [""]
 found: list[tuple[Tensor, Tensor]] = []
 
 
@@ -447,23 +389,22 @@ found: list[tuple[Tensor, Tensor]] = []
 def test_a_window_after_one_that_failed(where: str, waiting: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on its way is through before its memory serves again, and nobody is left with another's, or none."""
     monkeypatch.setattr(run, "_WAITING", waiting)
-    model = Failing()
-    twin, optimizer = copy.deepcopy(model), sgd(trained(model))
-    plain = sgd(trained(twin))
-    step = BigStep(model, optimizer, cross_entropy, micro_batch_size=2, options=Options(check=False))
+    made = layered(failing)()
+    twin = copy.deepcopy(made)
+    plain, step = sgd(trained(twin)), step_of(made, cross_entropy, 2, check=False)
     for number in range(6):
         del found[:]
-        model.fails = where if number % 2 else ""
-        with pytest.raises(ValueError, match="mine") if model.fails else nullcontext():
+        fails[0] = where if number % 2 else ""
+        with pytest.raises(ValueError, match="mine") if fails[0] else nullcontext():
             step(images(9, number))
-        if model.fails:
+        if fails[0]:
             assert len(found) >= 5
             assert all(torch.equal(*each) for each in found)
             continue
         plain.zero_grad()
         cross_entropy(twin, images(9, number)).backward()
         plain.step()
-        assert distance(weights(model), weights(twin)) <= 1e-12
+        assert distance(weights(made), weights(twin)) <= 1e-12
 
 
 @given(st.lists(st.integers(1, 3 * _SLAB), min_size=1, max_size=200))

@@ -19,32 +19,41 @@ from torch.utils.checkpoint import checkpoint
 from bigbatch import BigStep, Options, across
 from bigbatch.lockstep.model_state import CannotRecompute
 from tests.support.bombs import seed
+from tests.support.coupled import Make, mine, step_of, unit
 from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import generator, seeded
 
 Loss = Callable[[Any, Tensor], Tensor]
+Run = Callable[[Tensor], Tensor]
 there: list[Any] = [0.0]  # a condition outside of any model
+own_generator = torch.Generator()
 
 
 class Adapted(nn.Module):
-    """Has adapters that begin at zero, conditions, buffers, and says more than it returns."""
+    """Has adapters that begin at zero, conditions, buffers, and says more than it returns.
 
-    seen: Tensor
-    shift: Tensor
+    `how` does something else around its run.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, how: Callable[[Any, Tensor, Run], Any] | None = None) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
         self.up = nn.ParameterList(nn.Parameter(torch.zeros(4, 6)) for _ in range(2))
         self.gate, self.log_scale = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.tensor(0.3))
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("shift", torch.zeros(4))
+        self.seen, self.shift = nn.Buffer(torch.zeros(())), nn.Buffer(torch.zeros(4))
         self.which, self.factor = 0, 1.0
         self.options: dict[str, Any] = {"which": 0}
         self.condition: Any = None
         self.aside: Any = None
+        self.how = how
 
     def forward(self, x: Tensor, given: Any = None) -> Any:
         """(n, 4) → (n, 3)."""
+        run = partial(self.run, given=given)
+        return run(x) if self.how is None else self.how(self, x, run)
+
+    def run(self, x: Tensor, given: Any) -> Any:
+        """Run."""
         hidden = torch.tanh(self.one(x) + (x + self.shift) @ self.up[self.which + self.options["which"]])
         condition = self.condition if given is None else given.pop("condition")
         out = self.two(hidden) * self.factor
@@ -54,26 +63,14 @@ class Adapted(nn.Module):
         return out + self.gate * torch.sin(out) if self.training else out - self.gate * out
 
 
-Run = Callable[[Tensor], Tensor]
+def altered(how: Callable[[Any, Tensor, Run], Any] | None = None) -> Make:
+    """Make the same one every time."""
+    return seeded(lambda: Adapted(how))
 
 
-class Altered(Adapted):
-    """Does something else around its run."""
-
-    def __init__(self, how: Callable[[Any, Tensor, Run], Any]) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        return self.how(self, x, lambda x: super(Altered, self).forward(x, given))
-
-
-class Hidden:
-    """Something that no one looks into."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+def noisy(draw: Callable[[], float]) -> Make:
+    """A model that draws a number in every run."""
+    return altered(lambda _, x, run: run(x) * (1 + draw()))
 
 
 def many(model: Any, x: Tensor, run: Run) -> Any:
@@ -89,28 +86,16 @@ def views(_: Any, x: Tensor, run: Run) -> Any:
     return out, out[:, :2], out.T
 
 
-def centered(model: Any, x: Tensor, run: Run) -> Tensor:
-    """A buffer that every run moves in place."""
-    model.shift.mul_(0.999).add_(x.detach().mean(0), alpha=0.001)
+def moving(model: Any, x: Tensor, run: Run, *, replacing: bool) -> Tensor:
+    """A buffer that every run moves, in place or by another tensor each time."""
+    if replacing:
+        model.shift = model.shift * 0.999 + x.detach().mean(0) * 0.001
+    else:
+        model.shift.mul_(0.999).add_(x.detach().mean(0), alpha=0.001)
     return run(x + torch.exp(model.shift))
 
 
-def replacing(model: Any, x: Tensor, run: Run) -> Tensor:
-    """The same with another tensor each time."""
-    model.shift = model.shift * 0.999 + x.detach().mean(0) * 0.001
-    return run(x + torch.exp(model.shift))
-
-
-def altered(how: Callable[[Any, Tensor, Run], Any]) -> Callable[[], nn.Module]:
-    """Make such a model."""
-    return partial(Altered, how)
-
-
-def noisy(draw: Callable[[], float]) -> Callable[[], nn.Module]:
-    """A model that draws a number in every run."""
-    return altered(lambda _, x, run: run(x) * (1 + draw()))
-
-
+@seeded
 def spectral() -> nn.Module:
     """A spectral norm, whose vector each run turns."""
     model = Adapted()
@@ -120,14 +105,20 @@ def spectral() -> nn.Module:
 
 def hooked() -> nn.Module:
     """No parameter is left to stand for the model."""
-    model = Adapted()
+    model = altered()()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 1)
     return model
 
 
-SPLIT_MATTERS = ("moves", "replaced", "spectral", "noise")  # in names below: another split is another update
-own_generator = torch.Generator()
+class Hidden:
+    """Something that no one looks into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+# Losses.
 
 
 def spread(out: Tensor) -> Tensor:
@@ -140,11 +131,22 @@ def both(one: Tensor, other: Tensor) -> Tensor:
     return across.once(spread(one + other.pow(2) * torch.arange(1, other.shape[-1] + 1)))
 
 
+def by_two_calls(model: Any, x: Tensor) -> Tensor:
+    """Two runs."""
+    return both(model(x), model(x.flip(1)))
+
+
+def by_parameter(model: Any, x: Tensor) -> Tensor:
+    """What it returns, and parameters."""
+    return across.once(spread(model(x)) + model.log_scale.exp() + model.two.weight.pow(2).sum())
+
+
 @contextmanager
 def chosen(holder: Any, name: Any, value: Any) -> Iterator[None]:
     """Have another value for a while."""
-    before = holder[name] if isinstance(holder, dict | list) else getattr(holder, name)
-    put = holder.__setitem__ if isinstance(holder, dict | list) else lambda *given: setattr(holder, *given)
+    plain = isinstance(holder, dict | list)
+    before = holder[name] if plain else getattr(holder, name)
+    put = holder.__setitem__ if plain else partial(setattr, holder)
     put(name, value)
     try:
         yield
@@ -162,11 +164,6 @@ def around(find: Callable[[Any], Any], name: Any, value: Any) -> Loss:
         return both(one, other)
 
     return loss
-
-
-def by_two_calls(model: Any, x: Tensor) -> Tensor:
-    """Two runs."""
-    return both(model(x), model(x.flip(1)))
 
 
 def by_structure(model: Any, x: Tensor) -> Tensor:
@@ -191,20 +188,17 @@ def by_given_dict(model: Any, x: Tensor) -> Tensor:
     return both(one, model(x.flip(1), given))
 
 
-def by_parameter(model: Any, x: Tensor) -> Tensor:
-    """What it returns, and parameters."""
-    return across.once(spread(model(x)) + model.log_scale.exp() + model.two.weight.pow(2).sum())
+def by_views(model: Any, x: Tensor) -> Tensor:
+    """Views that nobody changes."""
+    out, part, turned = model(x)
+    return across.once(spread(out) + spread(part) + spread(turned.T * out))
 
 
-def by_hidden(model: Any, x: Tensor) -> Tensor:
-    """What is in a thing that it returns."""
-    return across.once(spread(model(x).value))
-
-
-def by_aside(model: Any, x: Tensor) -> Tensor:
-    """What it has put aside."""
-    out, aside = model(x), model.aside
-    return across.once(spread(out) + spread(aside))
+def by_a_view_of_what_was_changed(model: Any, x: Tensor) -> Tensor:
+    """One result is changed in place, and another one is a view of it."""
+    out, part, _ = model(x)
+    out.mul_(x[:, :3])
+    return across.once(spread(part))
 
 
 def by_steering_hook(model: Any, x: Tensor) -> Tensor:
@@ -213,12 +207,6 @@ def by_steering_hook(model: Any, x: Tensor) -> Tensor:
     one = model(x)
     handle.remove()
     return both(one, model(x.flip(1)))
-
-
-def by_a_mode(model: Any, x: Tensor) -> Tensor:
-    """Another mode for one call."""
-    one = model.eval()(x)
-    return both(one, model.train()(x.flip(1)))
 
 
 def by_frozen_parameters(model: Any, x: Tensor) -> Tensor:
@@ -238,19 +226,6 @@ def by_a_filled_buffer(model: Any, x: Tensor) -> Tensor:
     return both(one, other)
 
 
-def by_views(model: Any, x: Tensor) -> Tensor:
-    """Views that nobody changes."""
-    out, part, turned = model(x)
-    return across.once(spread(out) + spread(part) + spread(turned.T * out))
-
-
-def by_a_view_of_what_was_changed(model: Any, x: Tensor) -> Tensor:
-    """One result is changed in place, and another one is a view of it."""
-    out, part, _ = model(x)
-    out.mul_(x[:, :3])
-    return across.once(spread(part))
-
-
 def by_a_gradient_of_its_own(model: Any, x: Tensor) -> Tensor:
     """A backward before the backward."""
     given = torch.sin(model.log_scale) * x
@@ -259,93 +234,112 @@ def by_a_gradient_of_its_own(model: Any, x: Tensor) -> Tensor:
     return across.once(spread(out * (1 + slope.detach().mean(1, keepdim=True))))
 
 
-RECOMPUTED: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
-    "two calls": (Adapted, by_two_calls),
+class Towers(nn.Module):
+    """Two towers that are called by methods, one of them a list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.text = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 3)])
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        """(n, 4) → (n, 3)."""
+        return unit(self.image(x)) * self.scale
+
+    def encode_text(self, x: Tensor) -> Tensor:
+        """(n, 4) → (n, 3)."""
+        for layer in self.text:
+            x = layer(x)
+        return unit(x)
+
+
+def contrastive(model: Any, x: Tensor) -> Tensor:
+    """Own images against all texts."""
+    images = model.encode_image(x)
+    return F.cross_entropy(images @ across.gather(model.encode_text(x.flip(1))).T, mine(images))
+
+
+RECOMPUTED: dict[str, tuple[Make, Loss]] = {
+    "two calls": (altered(), by_two_calls),
     "structures": (altered(many), by_structure),
-    "a result that is changed": (Adapted, by_changed_result),
-    "arguments with a gradient": (Adapted, by_given_dict),
-    "parameters beside it": (Adapted, by_parameter),
+    "a result that is changed": (altered(), by_changed_result),
+    "arguments with a gradient": (altered(), by_given_dict),
+    "parameters beside it": (altered(), by_parameter),
     "views": (altered(views), by_views),
-    "a buffer that moves": (altered(centered), by_two_calls),
-    "a buffer that is replaced": (altered(replacing), by_two_calls),
-    "a spectral norm": (spectral, by_two_calls),
-    "noise of torch": (noisy(lambda: float(torch.rand(()))), by_two_calls),
-    "noise of Python": (noisy(random.random), by_two_calls),
-    "noise of numpy": (noisy(lambda: float(np.random.rand())), by_two_calls),  # noqa: NPY002 - this one is meant
-    "a checkpoint inside": (
-        altered(lambda _, x, run: checkpoint(run, x, use_reentrant=False)),
-        by_two_calls,
-    ),
+    "a checkpoint inside": (altered(lambda _, x, run: checkpoint(run, x, use_reentrant=False)), by_two_calls),
+    "towers that are called by methods": (seeded(Towers), contrastive),
+    # Another split is another update.
+    "split: a buffer that moves": (altered(partial(moving, replacing=False)), by_two_calls),
+    "split: a buffer that is replaced": (altered(partial(moving, replacing=True)), by_two_calls),
+    "split: a spectral norm": (spectral, by_two_calls),
+    "split: noise of torch": (noisy(lambda: float(torch.rand(()))), by_two_calls),
+    "split: noise of Python": (noisy(random.random), by_two_calls),
+    "split: noise of numpy": (noisy(lambda: float(np.random.rand())), by_two_calls),  # noqa: NPY002 - this one is meant
 }
-REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
-    "an attribute": (Adapted, around(lambda model: model, "which", 1), r"Adapted\.which was changed"),
-    "what is in a dict": (Adapted, around(lambda model: model.options, "which", 1), r"options\.which was changed"),
-    "a mode": (Adapted, by_a_mode, r"Adapted\.training was changed"),
-    "a hook": (Adapted, by_steering_hook, "was changed between"),
-    "frozen parameters": (Adapted, by_frozen_parameters, r"one\.weight was changed"),
-    "a buffer that is filled": (Adapted, by_a_filled_buffer, "shift was changed"),
-    "a global": (
-        altered(lambda _, x, run: run(x) * (1 + there[0])),
-        around(lambda _: there, 0, 1.0),
-        "returned other values",
-    ),
+OTHER_VALUES = "returned other values"
+REFUSED: dict[str, tuple[Make, Loss, str]] = {
+    "an attribute": (altered(), around(lambda model: model, "which", 1), r"Adapted\.which was changed"),
+    "what is in a dict": (altered(), around(lambda model: model.options, "which", 1), r"options\.which was changed"),
+    "a mode": (altered(), lambda m, x: both(m.eval()(x), m.train()(x.flip(1))), r"Adapted\.training was changed"),
+    "a hook": (altered(), by_steering_hook, "was changed between"),
+    "frozen parameters": (altered(), by_frozen_parameters, r"one\.weight was changed"),
+    "a buffer that is filled": (altered(), by_a_filled_buffer, "shift was changed"),
+    "a global": (altered(lambda _, x, run: run(x) * (1 + there[0])), around(lambda _: there, 0, 1.0), OTHER_VALUES),
     "a generator of its own": (
-        noisy(lambda: float(torch.rand((), generator=own_generator))),
-        by_two_calls,
-        "returned other values",
+        noisy(lambda: float(torch.rand((), generator=own_generator))), by_two_calls, OTHER_VALUES
     ),
     "an input that it changes": (
-        altered(lambda _, x, run: run(x.mul_(2))),
-        lambda model, x: by_parameter(model, x * 1),
-        "or changes its input",
+        altered(lambda _, x, run: run(x.mul_(2))), lambda model, x: by_parameter(model, x * 1), "or changes its input"
     ),
     "something hidden": (
         altered(lambda _, x, run: Hidden(run(x))),
-        by_hidden,
+        lambda model, x: across.once(spread(model(x).value)),
         r"an object that no one can look into \(Hidden\)",
     ),
-    "what it puts aside": (Adapted, by_aside, "something from the inside"),
+    "what it puts aside": (
+        altered(),
+        lambda model, x: both(torch.cat([model(x), model.aside], 1), x[:, :1]),  # before they meet
+        "something from the inside",
+    ),
     "a view of what was changed": (altered(views), by_a_view_of_what_was_changed, "were changed in place"),
-    "a gradient of its own": (Adapted, by_a_gradient_of_its_own, "a derivative of its own"),
+    "a gradient of its own": (altered(), by_a_gradient_of_its_own, "a derivative of its own"),
     "hooks on all parameters": (hooked, by_parameter, "no parameter"),
-}
-
-
-def made(kind: Callable[[], nn.Module] = Adapted) -> Any:
-    """Return the same model every time."""
-    torch.manual_seed(0)
-    return kind().double()
+}  # fmt: skip
 
 
 def rows(number: int) -> Tensor:
     """Return a batch."""
-    return torch.randn(11, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return torch.randn(11, 4, generator=generator(number), dtype=torch.float64)
 
 
-def step_of(model: nn.Module, loss: Loss, activations: Any = "recompute") -> BigStep:
+def recomputing(model: nn.Module, loss: Loss, activations: Any = "recompute") -> BigStep:
     """Return a step in four micro-batches."""
-    options = Options(activations=activations, check=False)
-    return BigStep(model, sgd(trained(model)), loss, micro_batch_size=3, options=options)
+    return step_of(model, loss, 3, check=False, activations=activations)
 
 
-def assert_big_batch(name: str, kind: Callable[[], nn.Module], loss: Loss, activations: Any) -> None:
+def assert_big_batch(name: str, make: Make, loss: Loss, activations: Any) -> None:
     """Some updates are the big batch's; buffers move once for each micro-batch, as where activations are kept."""
-    mine, kept, true = made(kind), made(kind), made(kind)
-    step, keeping, optimizer = step_of(mine, loss, activations), step_of(kept, loss, "keep"), sgd(trained(true))
+    model, kept, true = make(), make(), make()
+    step, keeping, optimizer = (
+        recomputing(model, loss, activations),
+        recomputing(kept, loss, "keep"),
+        sgd(trained(true)),
+    )
     for number in range(3):
         seed(number)
         update = step(rows(number))
         seed(number)
         keeping(rows(number))
-        assert distance([*weights(mine), *mine.buffers()], [*weights(kept), *kept.buffers()]) <= 1e-12
-        if not any(each in name for each in SPLIT_MATTERS):
+        assert distance([*weights(model), *model.buffers()], [*weights(kept), *kept.buffers()]) <= 1e-12
+        if "split" not in name:
             optimizer.zero_grad()
             value = loss(true, rows(number))
             value.backward()
             optimizer.step()
-            assert distance(weights(mine), weights(true)) <= 1e-12
+            assert distance(weights(model), weights(true)) <= 1e-12
             assert abs(float(update.loss) - float(value.detach())) <= 1e-12
-    assert not any("forward" in vars(module) for module in mine.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("activations", ["recompute", "auto"])
@@ -358,81 +352,41 @@ def test_what_can_be_recomputed(name: str, activations: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_recomputed(name: str) -> None:
     """It is refused in the first window, and nothing is changed; under "auto" activations are kept."""
-    kind, loss, words = REFUSED[name]
-    model = made(kind)
+    make, loss, words = REFUSED[name]
+    model = make()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(CannotRecompute, match=words) as caught:
-        step_of(model, loss)(rows(0))
+        recomputing(model, loss)(rows(0))
     assert 'Options(activations="keep")' in str(caught.value)
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     if name != "a generator of its own":  # the first try has drawn from it
-        assert_big_batch(name, kind, loss, "auto")
-
-
-class Towers(nn.Module):
-    """Two towers that are called by methods, one of them a list of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.text = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 3)])
-        self.scale = nn.Parameter(torch.ones(3))
-        self.calls = 0
-        self.image.register_forward_hook(self.count)
-
-    def count(self, *_: object) -> None:
-        """Count calls of the first tower."""
-        self.calls += 1
-
-    def encode_image(self, x: Tensor) -> Tensor:
-        """(n, 4) → (n, 3)."""
-        return F.normalize(self.image(x), dim=1) * self.scale
-
-    def encode_text(self, x: Tensor) -> Tensor:
-        """(n, 4) → (n, 3)."""
-        for layer in self.text:
-            x = layer(x)
-        return F.normalize(x, dim=1)
-
-
-def contrastive(model: Any, x: Tensor) -> Tensor:
-    """Own images against all texts."""
-    images, texts = model.encode_image(x), model.encode_text(x.flip(1))
-    own = across.offset() + torch.arange(len(images))
-    return F.cross_entropy(images @ across.gather(texts).T, own)
+        assert_big_batch(name, make, loss, "auto")
 
 
 @pytest.mark.parametrize("activations", ["recompute", "auto"])
-def test_towers_that_are_called_by_methods(activations: str) -> None:
-    """The modules that those methods call are recomputed, but for the first micro-batch's."""
-    assert_big_batch("towers", Towers, contrastive, activations)
-    model = made(Towers)
-    step = step_of(model, contrastive, activations)
+def test_modules_are_recomputed_where_methods_call_them(activations: str) -> None:
+    """Below their hooks, but for the first micro-batch's; only the optimizer's parameters get gradients."""
+    model: Any = seeded(Towers)()
+    calls = list[object]()
+    model.image.register_forward_hook(lambda *_: calls.append(0))
+    options = Options(activations=activations, check=False)  # type: ignore[arg-type]
+    optimizer = sgd([*model.image[2].parameters(), *model.text.parameters()])
+    step = BigStep(model, optimizer, contrastive, micro_batch_size=3, options=options)
     step(rows(0))
-    model.calls = 0
-    step(rows(0))
-    assert model.calls == 4  # a call is recomputed below its hooks
-
-
-def test_only_the_optimizers_parameters_get_gradients() -> None:
-    """Others of the same model are left alone."""
-    model = made()
-    options = Options(activations="recompute", check=False)
-    step = BigStep(model, sgd(list(model.two.parameters())), by_two_calls, micro_batch_size=3, options=options)
-    for number in range(2):
-        step(rows(number))
-    assert model.one.weight.grad is None
+    calls.clear()
+    step(rows(1))
+    assert len(calls) == 4
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_autocast_inside_the_loss_holds_in_both_runs() -> None:
     """It is that of the call, not that of backward."""
     inside: list[torch.dtype] = []
 
-    class Asking(Adapted):
-        def forward(self, x: Tensor, given: Any = None) -> Any:
-            inside.append(self.one(x).dtype)
-            return super().forward(x, given)
+    def asking(model: Any, x: Tensor, run: Run) -> Any:
+        inside.append(model.one(x).dtype)
+        return run(x)
 
     def loss(model: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -440,8 +394,7 @@ def test_autocast_inside_the_loss_holds_in_both_runs() -> None:
         with torch.autocast("cpu", enabled=False):
             return both(one.float(), model(x.float()))
 
-    torch.manual_seed(0)
-    step = step_of(Asking(), loss)
+    step = recomputing(altered(asking)().float(), loss)
     step(rows(0))
     inside.clear()
     step(rows(1))
@@ -459,8 +412,8 @@ def test_an_error_of_the_users_own_comes_out_at_once() -> None:
             raise RuntimeError("mine")
         return by_parameter(model, x)
 
-    model = made()
-    step = step_of(model, loss, "auto")
+    model = altered()()
+    step = recomputing(model, loss, "auto")
     step(rows(0))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="mine"):
@@ -482,8 +435,8 @@ def test_a_copy_of_a_model_that_a_loss_makes_is_a_model() -> None:
             target = (teachers[0] if teachers else model)(x.flip(1))
         return both(model(x), target)
 
-    model = made()
-    step = step_of(model, loss)
+    model = altered()()
+    step = recomputing(model, loss)
     for number in range(3):
         step(rows(number))
     for teacher in teachers:
@@ -496,7 +449,7 @@ def test_generators_stay_where_nobody_draws() -> None:
     """A window without noise moves none of them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    step = step_of(model, lambda model, x: model(x).square().mean(), "keep")
+    step = recomputing(model, lambda model, x: model(x).square().mean(), "keep")
     before = torch.get_rng_state()
     step(rows(0))
     assert torch.equal(torch.get_rng_state(), before)

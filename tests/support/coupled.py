@@ -50,6 +50,13 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in trained(model)]
 
 
+def step_of(
+    model: nn.Module, loss_fn: LossFunction, size: Any, optimizer: OptimizerFactory = sgd, **options: Any
+) -> BigStep:
+    """A step of a model, by plain SGD."""
+    return BigStep(model, optimizer(trained(model)), loss_fn, micro_batch_size=size, options=Options(**options))
+
+
 def assert_big_batch(
     make: Make,
     loss_fn: LossFunction,
@@ -110,24 +117,26 @@ def assert_refused(  # noqa: PLR0917 - as assert_big_batch
     return step
 
 
-# Losses of all samples.
+class Model(nn.Module):
+    """Modules by name, and a forward: `Model(lambda m, x: m.two(m.one(x)), one=nn.Linear(3, 6), two=...)`."""
 
-
-class Twins(nn.Module):
-    """Two encoders and a learned temperature."""
-
-    def __init__(self) -> None:
+    def __init__(self, how: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.one = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, CLASSES))
-        self.two = nn.Linear(3, CLASSES)
-        self.scale = nn.Parameter(torch.tensor(0.4))
+        self.how = how
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Both, on the unit sphere."""
-        return unit(self.one(batch["x"])), unit(self.two(batch["x2"])), self.scale.exp()
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Run."""
+        return self.how(self, *given, **named)
 
 
-twins = seeded(Twins)
+def model(how: Callable[..., Any], **parts: Callable[[], Any]) -> Make:
+    """Make such a model, with the same weights each time."""
+    return seeded(lambda: Model(how, **{name: part() for name, part in parts.items()}))
+
+
+# Losses of all samples.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -143,6 +152,15 @@ def mine(x: Tensor) -> Tensor:
 def centred_rows(x: Tensor) -> Tensor:
     """Rows less their mean over the batch: still one per sample."""
     return x - across.mean(x.mean(0))
+
+
+# Two encoders and a learned temperature.
+twins = model(
+    lambda m, b: (unit(m.one(b["x"])), unit(m.two(b["x2"])), m.scale.exp()),
+    one=lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
+    two=lambda: nn.Linear(3, CLASSES),
+    scale=lambda: nn.Parameter(torch.tensor(0.4)),
+)
 
 
 def clip(model: Any, batch: Batch) -> Tensor:
@@ -234,13 +252,6 @@ def of_classes(model: Any, batch: Batch) -> Tensor:
     return across.once(across.mean(of.T.double() @ model.one(batch["x"]) / number, number).var(0).sum())
 
 
-def two_views(model: Any, batch: Batch) -> Tensor:
-    """Rows that are not samples: two views of each, one below the other."""
-    one, two, scale = model(batch)
-    views = torch.cat([one, two])
-    return F.mse_loss(views * (scale + across.gather(views).square().sum(0)), torch.zeros_like(views))
-
-
 def in_turns(model: Any, batch: Batch) -> Tensor:
     """The same value asked for twice; results of one go into another."""
     out = model.one(batch["x"])
@@ -256,20 +267,8 @@ def by_rows(model: Any, batch: Batch) -> Tensor:
     return counted(checkpoint(rows_, one, across.gather(two), use_reentrant=False), len(one))
 
 
-def relative_error(model: Any, batch: Batch) -> Tensor:
-    """A mean over samples, divided by something of the whole batch."""
-    return F.mse_loss(model.one(batch["x"]), batch["value"]) / across.mean(model.two(batch["x2"]).square().mean())
-
-
-def summed(model: Any, batch: Batch) -> Tensor:
-    """A sum over samples, each against the sum of all."""
-    out = model.one(batch["x"])
-    return F.mse_loss(out * across.sum(out.sum(0)).tanh(), batch["value"], reduction="sum")
-
-
-def normed(model: Any, batch: Batch) -> Tensor:
-    """A norm of the loss's own."""
-    return F.cross_entropy(F.batch_norm(model.one(batch["x"]), None, None, training=True), batch["label"])
+def _of_views(views: Tensor, scale: Tensor) -> Tensor:
+    return (views * (scale + across.gather(views).square().sum(0))).square().mean()
 
 
 LOSSES: dict[str, LossFunction] = {
@@ -280,38 +279,42 @@ LOSSES: dict[str, LossFunction] = {
     "centred": lambda m, b: F.mse_loss(centred_rows(m.one(b["x"])), b["value"]),
     "counted": lambda m, b: counted(moco(m, b), len(b["x"])),
     "extras": lambda m, b: (clip(m, b), m.one(b["x"])),
+    "rows that are not samples": lambda m, b: _of_views(torch.cat(m(b)[:2]), m(b)[2]),  # two views of each
+    "divided by a mean": lambda m, b: (
+        F.mse_loss(m.one(b["x"]), b["value"]) / across.mean(m.two(b["x2"]).square().mean())
+    ),
+    "summed": lambda m, b: F.mse_loss(
+        m.one(b["x"]) * across.sum(m.one(b["x"]).sum(0)).tanh(), b["value"], reduction="sum"
+    ),
+    "a norm": lambda m, b: F.cross_entropy(F.batch_norm(m.one(b["x"]), None, None, training=True), b["label"]),
     **{
         each.__name__: each
-        for each in (
-            *(clip, simclr, siglip, batch_hard, swav, several_terms, moco, masked_mean, masked_root, of_classes),
-            *(two_views, in_turns, by_rows, relative_error, summed, normed),
-        )
+        for each in (clip, simclr, siglip, batch_hard, swav, several_terms, moco, masked_mean, masked_root)
     },
+    **{each.__name__: each for each in (of_classes, in_turns, by_rows)},
 }  # those of examples/coupled are in tests/lockstep/test_across.py
 
 
-class Inside(nn.Module):
-    """Something across samples between two layers, or after the last."""
+def _attending(h: Tensor) -> Tensor:
+    every = across.gather(h)
+    return (h @ every.T).softmax(1) @ every
 
-    def __init__(self, how: str, *, last: bool = False) -> None:
-        super().__init__()
-        self.one, self.two, self.how, self.last = nn.Linear(3, 6), nn.Linear(6, CLASSES), how, last
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3) → (n, classes)."""
-        h = self.one(x)
-        return self.mixed(self.two(torch.tanh(h))) if self.last else self.two(torch.tanh(self.mixed(h)))
+# Something across samples, between two layers or after the last.
+INSIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "centred": centred_rows,
+    "scaled": lambda h: h / (1 + across.sum(h.square().sum(0))),
+    "attending": _attending,
+}
 
-    def mixed(self, h: Tensor) -> Tensor:
-        """Look at all samples."""
-        if self.how == "centred":
-            return centred_rows(h)
-        if self.how == "scaled":
-            return h / (1 + across.sum(h.square().sum(0)))
-        if self.how != "attending":
-            return h
-        every = across.gather(h)
-        return (h @ every.T).softmax(1) @ every
+
+def inside(how: str, *, last: bool = False) -> Make:
+    """A model that asks."""
+    mixed = INSIDE[how]
+    run: Callable[[Any, Tensor], Tensor] = (
+        (lambda m, x: mixed(m.two(torch.tanh(m.one(x))))) if last else (lambda m, x: m.two(torch.tanh(mixed(m.one(x)))))
+    )
+    return model(run, one=lambda: nn.Linear(3, 6), two=lambda: nn.Linear(6, CLASSES))
 
 
 # BatchNorm.
@@ -329,41 +332,42 @@ class Activated(nn.BatchNorm2d):
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         training = self.training or (self.running_mean is None and self.running_var is None)
-        mean = self.running_mean if not self.training or self.track_running_stats else None
-        var = self.running_var if not self.training or self.track_running_stats else None
-        return F.silu(F.batch_norm(input, mean, var, self.weight, self.bias, training, factor, self.eps))
+        tracked = (
+            (self.running_mean, self.running_var) if not self.training or self.track_running_stats else (None,) * 2
+        )
+        return F.silu(F.batch_norm(input, *tracked, self.weight, self.bias, training, factor, self.eps))
 
 
-LAYERS: dict[int, dict[str, Callable[..., nn.Module]]] = {
-    0: {"BatchNorm1d": nn.BatchNorm1d, "SyncBatchNorm": nn.SyncBatchNorm},
-    1: {"BatchNorm1d": nn.BatchNorm1d},
-    2: {
-        "BatchNorm2d": nn.BatchNorm2d,
-        "SyncBatchNorm": nn.SyncBatchNorm,  # without a process group it is F.batch_norm, on the CPU, too
-        "Activated": Activated,
-    },
-    3: {"BatchNorm3d": nn.BatchNorm3d},
+KINDS: dict[str, tuple[int, Callable[..., nn.Module]]] = {  # dimensions of space, and a layer
+    "1d": (0, nn.BatchNorm1d),
+    "sync": (0, nn.SyncBatchNorm),  # without a process group it is F.batch_norm, on the CPU, too
+    "1d with steps": (1, nn.BatchNorm1d),
+    "2d": (2, nn.BatchNorm2d),
+    "sync 2d": (2, nn.SyncBatchNorm),
+    "activated": (2, Activated),
+    "3d": (3, nn.BatchNorm3d),
 }
-KINDS = [(dimensions, name) for dimensions, layers in LAYERS.items() for name in layers]
 PLACES = ("first", "middle", "twice", "last", "frozen", "two")
 
 
 class Net(nn.Module):
     """Two layers, and norms in some places; the input has 0 to 3 dimensions of space."""
 
-    def __init__(self, kind: tuple[int, str], place: str, **options: Any) -> None:
+    def __init__(self, kind: str, place: str, **options: Any) -> None:
         super().__init__()
-        dimensions, name = kind
-        make = LAYERS[dimensions][name]
+        dimensions, make = KINDS[kind]
         layer = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions]
         size: dict[str, Any] = {} if not dimensions else {"kernel_size": 3, "padding": 1}
         wide, self.place = 3 if not dimensions else 2, place
         self.one, self.two, self.head = layer(wide, 5, **size), layer(5, 5, **size), nn.Linear(5, CLASSES)
         self.norm = make(wide if place == "first" else 5, **options)
         self.other = make(5, **options) if place in {"frozen", "two"} else nn.Identity()
-        self.end = LAYERS[0]["BatchNorm1d"](CLASSES, **options) if place == "last" else nn.Identity()
-        if place == "frozen":
-            self.other.eval()
+        self.end = nn.BatchNorm1d(CLASSES, **options) if place == "last" else nn.Identity()
+        self.other.train(place != "frozen")
+        for each in (self.norm, self.other, self.end):  # not at their beginning
+            for name, tensor in (*each.named_parameters(), *each.named_buffers()):
+                if tensor.is_floating_point():
+                    nn.init.normal_(tensor) if "mean" in name else nn.init.uniform_(tensor, 0.5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, channels, ...) → (n, classes)."""
@@ -375,21 +379,9 @@ class Net(nn.Module):
         return self.end(self.head(h.flatten(2).mean(2) if h.dim() > 2 else h))
 
 
-def net(kind: tuple[int, str] = (0, "BatchNorm1d"), place: str = "middle", **options: Any) -> nn.Module:
-    """The same weights each time, with norms that are not at their beginning."""
-
-    def make() -> nn.Module:
-        model = Net(kind, place, **options)
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                for parameter in module.parameters():
-                    nn.init.uniform_(parameter, 0.5, 1.5)
-                if module.running_mean is not None and module.running_var is not None:
-                    nn.init.normal_(module.running_mean)
-                    nn.init.uniform_(module.running_var, 0.5, 2)
-        return model
-
-    return seeded(make)()
+def net(kind: str = "1d", place: str = "middle", **options: Any) -> nn.Module:
+    """The same weights each time."""
+    return seeded(lambda: Net(kind, place, **options))()
 
 
 def data(dimensions: int) -> Callable[[int, int], Batch]:
@@ -417,26 +409,20 @@ def masked(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(out, batch["partly"]), out
 
 
-def several(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Two terms with different counts."""
-    out = model(batch["x"])
-    return F.cross_entropy(out, batch["partly"]) + 0.3 * F.mse_loss(out, batch["value"]), out
-
-
 def told_apart(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The same, with values that are kept."""
+    """Two terms with different counts, and values that are kept."""
     out = model(batch["x"])
     first = counted(F.cross_entropy(out, batch["partly"]), (batch["partly"] != -100).sum())
     return first + 0.3 * counted(F.mse_loss(out, batch["value"]), out.numel()), out
 
 
-def as_a_sum(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """A sum."""
-    out = model(batch["x"])
-    return F.mse_loss(out, batch["value"], reduction="sum"), out
-
-
-OF_OUTPUTS: dict[str, LossFunction] = {each.__name__: each for each in (plain, masked, several, told_apart, as_a_sum)}
+OF_OUTPUTS: list[LossFunction] = [
+    plain,
+    masked,
+    told_apart,
+    lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + 0.3 * F.mse_loss(m(b["x"]), b["value"]),
+    lambda m, b: F.mse_loss(m(b["x"]), b["value"], reduction="sum"),
+]
 
 
 # Any of it.
@@ -460,30 +446,30 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A loss of all samples, a model that asks between its layers, or one with BatchNorm; in any split."""
-    kind = draw(st.sampled_from(["loss", "model", "norm", "norm"]))
+    sort = draw(st.sampled_from(["loss", "model", "norm", "norm"]))
     settings: dict[str, Any] = {
         "optimizer": CALM[draw(st.sampled_from(sorted(CALM)))],
         "clip_norm": draw(clip_norms),
-        "activations": draw(st.sampled_from(["auto", "keep", "offload", *(["recompute"] if kind == "loss" else [])])),
+        "activations": draw(st.sampled_from(["auto", "keep", "offload", *(["recompute"] if sort == "loss" else [])])),
     }
+    make: Make = twins
     of: Callable[[int, int], Batch] = rows
-    make: Make
-    if kind == "loss":
+    if sort == "loss":
         name = draw(st.sampled_from(sorted(LOSSES)))
-        make, loss_fn = twins, LOSSES[name]
-    elif kind == "model":
-        name, last = draw(st.sampled_from(["centred", "scaled", "attending"])), draw(st.booleans())
-        make, loss_fn = seeded(lambda: Inside(name, last=last)), draw(st.sampled_from([plain, masked]))
+        loss_fn = LOSSES[name]
+    elif sort == "model":
+        name = draw(st.sampled_from(sorted(INSIDE)))
+        make, loss_fn = inside(name, last=draw(st.booleans())), draw(st.sampled_from([plain, masked]))
     else:
-        layer, place = draw(st.sampled_from(KINDS)), draw(st.sampled_from(PLACES))
+        kind, place = draw(st.sampled_from(sorted(KINDS))), draw(st.sampled_from(PLACES))
         options = {
             "affine": draw(st.booleans()),
             "track_running_stats": draw(st.booleans()),
             "momentum": draw(st.sampled_from([None, 0.0, 0.1, 1.0])),
             "eps": draw(st.sampled_from([1e-5, 1e-2, 1.0])),
         }
-        name, make, of = f"{layer} {place} {options}", partial(net, layer, place, **options), data(layer[0])
-        loss_fn = OF_OUTPUTS[draw(st.sampled_from(sorted(OF_OUTPUTS)))]
+        name, make, of = f"{kind} {place} {options}", partial(net, kind, place, **options), data(KINDS[kind][0])
+        loss_fn = draw(st.sampled_from(OF_OUTPUTS))
     sizes, first = draw(st.lists(st.integers(4, 9), min_size=1, max_size=3)), draw(st.integers(0, 999))
     batches = [of(n, 10 * first + number) for number, n in enumerate(sizes)]
     return Case(name, make, loss_fn, batches, draw(st.integers(1, 5)), settings)
