@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across
 from bigbatch.batch.tree import mapped
+from tests.support.coupled import clip, gradients_of, twins
+from tests.support.samples import rows
 from tests.test_cuda import syncs
 
 pytestmark = pytest.mark.cuda
@@ -42,10 +45,12 @@ class Block(nn.Module):
         return found
 
 
-def residual(channels: int = 16, blocks: int = 2, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return a small residual network on the device."""
+def residual(
+    channels: int = 16, blocks: int = 2, dtype: torch.dtype = torch.float64, momentum: float | None = None
+) -> nn.Module:
+    """Return a small residual network on the device; without a momentum it waits for that to count batches."""
     torch.manual_seed(0)
-    stem = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels, momentum=None), nn.ReLU())
+    stem = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels, momentum=momentum), nn.ReLU())
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 5))
     return nn.Sequential(stem, *(Block(channels) for _ in range(blocks)), head).to("cuda", dtype)
 
@@ -103,11 +108,9 @@ def gradient_of(network: nn.Module, batch: Batch, size: int, **options: Any) -> 
     """Return the gradient of a step in float64."""
     found: list[Tensor] = []
     step = step_of(network, size=size, lr=0.0, **options)
-    step.before_step(
-        lambda: found.append(torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]).double())
-    )
+    step.before_step(lambda: found.extend(each.flatten().double() for each in gradients_of(network)))
     step(batch)
-    return found[0]
+    return torch.cat(found)
 
 
 @pytest.fixture(autouse=True)
@@ -166,36 +169,11 @@ def test_rounding_is_the_big_batchs_own(
     assert errors[1] < (4 * errors[0] + 1e-6 if how == "float32" else 2 * errors[0])
 
 
-class Pair(nn.Module):
-    """Two encoders, and a learned temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Dropout(0.0), nn.Linear(32, 4))
-        self.other, self.scale = nn.Linear(7, 4), nn.Parameter(torch.tensor(1.0))
-        self.to("cuda", torch.float64)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Both, on the unit sphere."""
-        return F.normalize(self.one(x), dim=1), F.normalize(self.other(y), dim=1), self.scale.exp()
-
-
-def clip(network: nn.Module, batch: Batch) -> Tensor:
-    """Each row against all."""
-    one, other, scale = network(*batch)
-    mine = across.offset() + torch.arange(len(one), device=one.device)
-    rows = F.cross_entropy(scale * one @ across.gather(other).T, mine)
-    return (rows + F.cross_entropy(scale * other @ across.gather(one).T, mine)) / 2
-
-
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute", "offload"])
 def test_a_contrastive_loss_is_the_big_batches(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row against all, with a learned temperature."""
     monkeypatch.setattr("bigbatch.lockstep.offload_store._WORTH_MOVING", 64)
-    by = torch.Generator().manual_seed(0)
-    batches = [tuple(torch.randn(11, n, generator=by, dtype=torch.float64) for n in (6, 7)) for _ in range(3)]
-    assert_big_batches(Pair, clip, batches, activations=activations)
+    assert_big_batches(lambda: twins().cuda(), clip, [rows(11, number) for number in range(3)], activations=activations)
 
 
 class Attending(nn.Module):
@@ -230,13 +208,7 @@ def test_attention_runs_again_as_it_ran(tokens: int, dropout: float, low: bool) 
         step(torch.randn(12, tokens, 32))
 
 
-def without_waiting(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return a network in which no norm asks the device how many batches there were."""
-    network = residual(dtype=dtype)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d) and module.momentum is None:
-            module.momentum = 0.1
-    return network
+without_waiting = partial(residual, momentum=0.1)
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
@@ -306,17 +278,17 @@ def test_graphs_of_others_keep_to_their_own_memory() -> None:
     """Whatever else is captured meanwhile, and gives memory back that matrix products work in."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5)).cuda()
-    steps = [step_of(network, cuda_graph=True) for network in (plain, without_waiting(torch.float32))]
+    steps = [step_of(network, cuda_graph=True) for network in (plain, without_waiting(dtype=torch.float32))]
     by = torch.Generator().manual_seed(0)
-    rows = torch.randn(12, 64, generator=by), torch.randint(5, (12,), generator=by)
+    vectors = torch.randn(12, 64, generator=by), torch.randint(5, (12,), generator=by)
     for _ in range(3):
-        steps[0](rows)
+        steps[0](vectors)
     for number in range(3):
         steps[1](images(11, number, dtype=torch.float32))
     torch.cuda.empty_cache()
     filled = [torch.ones(1 << 22, device="cuda") for _ in range(128)]
     for number in range(2):
-        steps[0](rows)
+        steps[0](vectors)
         steps[1](images(11, number, dtype=torch.float32))
     assert all(bool((each == 1).all()) for each in filled)
     assert all(each._runner.whole is not None for each in steps)
@@ -329,7 +301,7 @@ def test_a_replayed_window_under_autocast() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             return F.cross_entropy(network(batch[0]).float(), batch[1])
 
-    networks = [without_waiting(torch.float32) for _ in range(2)]
+    networks = [without_waiting(dtype=torch.float32) for _ in range(2)]
     for network, graph in zip(networks, (True, False), strict=True):
         step = step_of(network, low, cuda_graph=graph, activations="keep")
         for number in range(6):
@@ -341,7 +313,7 @@ def test_a_replayed_window_under_autocast() -> None:
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_a_window_in_lock_step_waits_for_nothing(activations: str) -> None:
     """After the first windows no operation makes the host wait for the device."""
-    network = without_waiting(torch.float32)  # torch itself waits to know how many batches there were
+    network = without_waiting(dtype=torch.float32)
     optimizer, options = torch.optim.SGD(network.parameters(), lr=0.1), Options(activations=activations)  # type: ignore[arg-type]
     step = BigStep(network, optimizer, cross_entropy, micro_batch_size=4, clip_norm=1.0, options=options)
     batch = on_device(images(12, dtype=torch.float32))

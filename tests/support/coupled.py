@@ -146,7 +146,7 @@ def unit(x: Tensor) -> Tensor:
 
 def mine(x: Tensor) -> Tensor:
     """Where the rows of this micro-batch lie among all."""
-    return across.offset() + torch.arange(len(x))
+    return across.offset() + torch.arange(len(x), device=x.device)
 
 
 def centred_rows(x: Tensor) -> Tensor:
