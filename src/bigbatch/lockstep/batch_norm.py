@@ -1,17 +1,17 @@
 """BatchNorm over all micro-batches of a window: the big batch's output, gradients and running statistics.
 
 `F.batch_norm` is swapped while a window runs, and acts on its workers alone: that catches every layer that ends there,
-subclasses and other libraries' included, also when a checkpoint runs it again in backward. What calls the function
-below it, `torch.batch_norm`, would normalise by the micro-batch, and is refused. Micro-batches meet twice:
-in forward for mean and variance, in backward for the two sums that the gradient depends on.
+subclasses and other libraries' included, also when a checkpoint runs it again in backward. (What calls the function
+below it, `torch.batch_norm`, normalises by the micro-batch: a graph or the first check shows it.) Micro-batches meet
+twice: in forward for mean and variance, in backward for the two sums that the gradient depends on.
 
     mean     = sum of n_i * mean_i / N
     variance = sum of n_i * (variance_i + (mean_i - mean)^2) / N
     dx       = weight / std * (dy - sum of dy / N - x_hat * sum of (dy * x_hat) / N)
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,7 @@ from bigbatch.lockstep.norm_kernels import Constants, Moments, Pooled, below, de
 from bigbatch.lockstep.offload_remake import Recipe
 from bigbatch.lockstep.round import Norms
 from bigbatch.lockstep.threads import Worker, current
-from bigbatch.state.patch import Swap, swapped
-
-_TRAINING = 5  # its place among the arguments of torch.batch_norm
+from bigbatch.state.patch import Swap
 
 
 def norms_of(models: Sequence[nn.Module]) -> Norms:
@@ -42,13 +40,6 @@ def norms_of(models: Sequence[nn.Module]) -> Norms:
                     if tensor is not None:
                         found[id(tensor)] = (name, module)
     return found
-
-
-@contextmanager
-def batch_norm_met() -> Iterator[None]:
-    """Have BatchNorm layers of workers' micro-batches, whoever's they are, normalise by their whole window."""
-    with swapped(swap, _swap_below):
-        yield
 
 
 def _met(  # noqa: PLR0917 - torch's own signature
@@ -88,27 +79,7 @@ def _met(  # noqa: PLR0917 - torch's own signature
     return found  # type: ignore[no-any-return]
 
 
-def _refusing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Take the place of `torch.batch_norm`."""
-
-    def below(*arguments: Any, **named: Any) -> Tensor:
-        worker = current()
-        training = named["training"] if "training" in named else arguments[_TRAINING]
-        if worker is not None and training and worker.round.meets:
-            raise BatchNormError(
-                "a BatchNorm in training mode calls torch.batch_norm, which micro-batches cannot meet at.",
-                fix="torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; a frozen layer; or "
-                'Options(batch_norm="micro"), which accepts the difference',
-            )
-        return plain(*arguments, **named)
-
-    return below
-
-
 swap = Swap(F, "batch_norm", lambda _: _met)
-_swap_below = Swap(torch, "batch_norm", _refusing)
-
-
 _Update = Callable[[Tensor, Tensor], None]
 
 

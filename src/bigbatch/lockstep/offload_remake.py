@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from bigbatch.loss.graph import stands_for
-from bigbatch.state.patch import Swap, swapped
+from bigbatch.state.patch import Swap
 
 # Of one tensor, value by value, with `inplace` as their only other way.
 _ACTIVATIONS = ("relu", "relu6", "silu", "hardswish", "leaky_relu", "elu", "mish")
@@ -94,11 +94,6 @@ def _in_force() -> Recipes | None:
     return owner if isinstance(owner, Recipes) else None
 
 
-def activations_known() -> AbstractContextManager[None]:
-    """Have the activations of normalised values known as such, on workers that have recipes."""
-    return swapped(*_swaps)
-
-
 def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def activation(input: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 - torch's name
         # Not inside of a checkpoint: there it would be another operation when it runs again.
@@ -147,4 +142,5 @@ def view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 stands_for(_Activated, "Relu")  # pointwise, as that is
-_swaps = [Swap(F, name, _knowing) for name in _ACTIVATIONS]
+# Inside of these the activations of normalised values are known as such, on workers that have recipes.
+activation_swaps = [Swap(F, name, _knowing) for name in _ACTIVATIONS]

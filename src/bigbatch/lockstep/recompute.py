@@ -63,8 +63,7 @@ class Recompute:
                 return self._standing_for(_Call(self, model, plain, known, worker, apart(given)), given)
         # The backward of the first comes first, while no other holds anything: there is nothing to save.
         state = known or ModelState(model)
-        with _alone(worker):
-            result = plain(*given[0], **given[1])
+        result = _alone(worker, plain, given)
         if known is None:
             self._states[id(model)] = state
             state.learn()
@@ -72,8 +71,8 @@ class Recompute:
 
     def _standing_for(self, call: "_Call", given: Arguments) -> Any:
         """Return the results of a first run with one node for all of it, in place of a graph that has saved nothing."""
-        with saved_tensors_hooks(_save_nothing, _refuse):
-            result = call.run(given)
+        with saved_tensors_hooks(lambda _: None, _refuse):
+            result = _alone(call.worker, call.plain, given)
         call.draws.settle()
         # What a model hands on as it got it, or one of its own parameters, is no result of the run.
         inputs = set(map(id, call.inputs))
@@ -116,17 +115,15 @@ class _Call:
         self.inputs = [tensor for tensor in _tensors(self.arguments).values() if tensor.requires_grad]
         self.found, self.autocasts, self.draws = self.state.found(), autocasts(), Draws(self.worker.round.streams)
 
-    def run(self, given: Arguments) -> Any:
-        """Run the model, now; perhaps with other tensors of the same values."""
-        with _alone(self.worker):
-            return self.plain(*given[0], **given[1])
-
     def again(self, given: Arguments) -> list[Tensor]:
-        """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
+        """Run it once more as it ran the first time, with a graph, on other tensors of the same values.
+
+        Returns the results that have a gradient.
+        """
         if any(each.is_changed for each in self.aliases):
             raise CannotRecompute("results that are views of each other, or of an input, were changed in place")
         with torch.enable_grad(), under(self.autocasts), self.state.again(self.found), self.draws.again():
-            found = dict(leaves(self.run(given)))
+            found = dict(leaves(_alone(self.worker, self.plain, given)))
         results: list[Any] = [found.get(place) for place in self.wanted]
         low = any(enabled for _, _, enabled, _ in self.autocasts)
         low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
@@ -208,18 +205,13 @@ def _children(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-@contextmanager
-def _alone(worker: Worker) -> Iterator[None]:
-    """Have no other micro-batch's turn come before this is over: it must not meet inside."""
+def _alone(worker: Worker, plain: Callable[..., Any], given: Arguments) -> Any:
+    """Run a model, and have no other micro-batch's turn come before this is over: it must not meet inside."""
     worker.round.is_recomputing = True
     try:
-        yield
+        return plain(*given[0], **given[1])
     finally:
         worker.round.is_recomputing = False
-
-
-def _save_nothing(_: Tensor) -> None:
-    """Save nothing."""
 
 
 def _refuse(_: None) -> Tensor:

@@ -15,12 +15,12 @@ from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import LossError
 from bigbatch.execute.graph_record import workspaces_freer
 from bigbatch.execute.micro_step import Runner
+from bigbatch.lockstep import batch_norm
 from bigbatch.lockstep.activations import Activations, Mode
-from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import are_the_same, refuse_changed, refuse_unlike
 from bigbatch.lockstep.model_state import OwnParameters
 from bigbatch.lockstep.norm_kernels import Constants
-from bigbatch.lockstep.offload_remake import activations_known
+from bigbatch.lockstep.offload_remake import activation_swaps
 from bigbatch.lockstep.offload_store import Offload
 from bigbatch.lockstep.recompute import Recompute
 from bigbatch.lockstep.round import Round
@@ -29,6 +29,7 @@ from bigbatch.lockstep.threads import Crew, Worker
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
 from bigbatch.memory.meter import saved_bytes
+from bigbatch.state.patch import swapped
 from bigbatch.state.rng import Streams
 from bigbatch.state.snapshot import devices_of, untouched
 from bigbatch.window.awake_norms import batch_norms, is_awake
@@ -145,7 +146,7 @@ class Together:
 
     def rehearse(self, run: Callable[[Any], Result], micro_batch: Any, size: int) -> Result:
         """Run one micro-batch alone as if others were there: BatchNorm takes a single sample."""
-        with batch_norm_met():
+        with swapped(batch_norm.swap):
             carried, round_ = Carried.here(self._device), self._round([size], "probe")
             return self._crew.run(lambda _: run(micro_batch), carried, round_)[0]
 
@@ -176,7 +177,7 @@ class Together:
         return self._norms_meet and any(is_awake(module) for _, module in batch_norms(self._models))
 
     def _round(self, sizes: Sequence[int], mode: Any = "train") -> Round:
-        norms = norms_of(self._models) if self._norms_meet else None
+        norms = batch_norm.norms_of(self._models) if self._norms_meet else None
         return Round(tuple(sizes), mode, norms, self.statistics, self._same_terms, self._constants)
 
     def _add_ranks(self, round_: Round, ranks: Ranks | None) -> None:
@@ -225,9 +226,7 @@ class Together:
             return result
 
         with ExitStack() as around:
-            around.enter_context(batch_norm_met())
-            if round_.offload is not None:
-                around.enter_context(activations_known())
+            around.enter_context(swapped(batch_norm.swap, *(activation_swaps if round_.offload is not None else ())))
             if several:
                 # No generator of a device can be asked while it is captured; a graph that draws any is not used.
                 capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
