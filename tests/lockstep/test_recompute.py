@@ -4,7 +4,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -142,28 +142,31 @@ def by_parameter(model: Any, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def chosen(holder: Any, name: Any, value: Any) -> Iterator[None]:
+def chosen(put: Callable[[Any], object], before: Any, value: Any) -> Iterator[None]:
     """Have another value for a while."""
-    plain = isinstance(holder, dict | list)
-    before = holder[name] if plain else getattr(holder, name)
-    put = holder.__setitem__ if plain else partial(setattr, holder)
-    put(name, value)
+    put(value)
     try:
         yield
     finally:
-        put(name, before)
+        put(before)
 
 
-def around(find: Callable[[Any], Any], name: Any, value: Any) -> Loss:
-    """One view as the model is, one with something else set around the call."""
+def around(change: Callable[[Any], AbstractContextManager[object]]) -> Loss:
+    """One view as the model is, one with something else around the call."""
 
     def loss(model: Any, x: Tensor) -> Tensor:
         one = model(x)
-        with chosen(find(model), name, value):
+        with change(model):
             other = model(x.flip(1))
         return both(one, other)
 
     return loss
+
+
+def steered(model: Any) -> AbstractContextManager[object]:
+    """A hook for one call."""
+    handle: AbstractContextManager[object] = model.one.register_forward_hook(lambda m, _, out: out + torch.tanh(m.bias))
+    return handle
 
 
 def by_structure(model: Any, x: Tensor) -> Tensor:
@@ -199,31 +202,6 @@ def by_a_view_of_what_was_changed(model: Any, x: Tensor) -> Tensor:
     out, part, _ = model(x)
     out.mul_(x[:, :3])
     return across.once(spread(part))
-
-
-def by_steering_hook(model: Any, x: Tensor) -> Tensor:
-    """A hook for one call."""
-    handle = model.one.register_forward_hook(lambda _, __, out: out + torch.tanh(model.up[0][0]))
-    one = model(x)
-    handle.remove()
-    return both(one, model(x.flip(1)))
-
-
-def by_frozen_parameters(model: Any, x: Tensor) -> Tensor:
-    """Parameters are frozen for one call."""
-    model.one.requires_grad_(False)
-    out = model(x)
-    model.one.requires_grad_(True)
-    return across.once(spread(out) + spread(model.one(x)))
-
-
-def by_a_filled_buffer(model: Any, x: Tensor) -> Tensor:
-    """A buffer that is written into, for one call."""
-    one = model(x)
-    model.shift.fill_(1.0)
-    other = model(x.flip(1))
-    model.shift.fill_(0.0)
-    return both(one, other)
 
 
 def by_a_gradient_of_its_own(model: Any, x: Tensor) -> Tensor:
@@ -279,13 +257,23 @@ RECOMPUTED: dict[str, tuple[Make, Loss]] = {
 }
 OTHER_VALUES = "returned other values"
 REFUSED: dict[str, tuple[Make, Loss, str]] = {
-    "an attribute": (altered(), around(lambda model: model, "which", 1), r"Adapted\.which was changed"),
-    "what is in a dict": (altered(), around(lambda model: model.options, "which", 1), r"options\.which was changed"),
-    "a mode": (altered(), lambda m, x: both(m.eval()(x), m.train()(x.flip(1))), r"Adapted\.training was changed"),
-    "a hook": (altered(), by_steering_hook, "was changed between"),
-    "frozen parameters": (altered(), by_frozen_parameters, r"one\.weight was changed"),
-    "a buffer that is filled": (altered(), by_a_filled_buffer, "shift was changed"),
-    "a global": (altered(lambda _, x, run: run(x) * (1 + there[0])), around(lambda _: there, 0, 1.0), OTHER_VALUES),
+    "an attribute": (
+        altered(), around(lambda m: chosen(partial(setattr, m, "which"), 0, 1)), r"Adapted\.which was changed"
+    ),
+    "what is in a dict": (
+        altered(), around(lambda m: chosen(partial(m.options.__setitem__, "which"), 0, 1)), r"options\.which was"
+    ),
+    "a mode": (altered(), around(lambda m: chosen(m.train, True, False)), r"Adapted\.training was changed"),
+    "a hook": (altered(), around(steered), "was changed between"),
+    "frozen parameters": (
+        altered(), around(lambda m: chosen(m.one.requires_grad_, True, False)), r"one\.weight was changed"
+    ),
+    "a buffer that is filled": (altered(), around(lambda m: chosen(m.shift.fill_, 0.0, 1.0)), "shift was changed"),
+    "a global": (
+        altered(lambda _, x, run: run(x) * (1 + there[0])),
+        around(lambda _: chosen(partial(there.__setitem__, 0), 0.0, 1.0)),
+        OTHER_VALUES,
+    ),
     "a generator of its own": (
         noisy(lambda: float(torch.rand((), generator=own_generator))), by_two_calls, OTHER_VALUES
     ),
