@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.caller import outside
-from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import LossError
 from bigbatch.execute.graph_record import workspaces_freer
 from bigbatch.execute.micro_step import Runner
@@ -79,7 +78,7 @@ class Together:
         mode, round_, extras = self._activations(len(sizes)), self._round(sizes), [None] * len(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
             round_.free_workspaces = workspaces_freer() or round_.free_workspaces
-        recompute, is_alike = None, False
+        ranks, recompute, is_alike = window.ranks, None, False
 
         def forward(number: int) -> tuple[Tensor, list[Term]]:
             offload, micro_batch = round_.offload, next(micro_batches)  # one task at a time: each takes its own
@@ -106,10 +105,14 @@ class Together:
             self._recomputed = recompute is not None
             if mode == "offload":
                 around.enter_context(self._offloading(round_))
-            self._add_ranks(round_, window.ranks)
+            if ranks is not None:  # learn how many samples they have, before micro-batches meet those
+                with ranks.collective("the beginning of a window", self._device):  # or another is elsewhere
+                    every = ranks.numbers(sum(sizes), self._device)
+                ranks.elsewhere = self._meets_in_model()  # in norms without a word
+                round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
             self._side_by_side(forward, weighed, round_)
-        if window.ranks is not None:
-            window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
+        if ranks is not None:
+            ranks.elsewhere = False  # all have met for the last time, and come to their statements
         if is_alike:
             warnings.warn(
                 "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch "
@@ -159,15 +162,12 @@ class Together:
         if len(sizes) == 1:
             return
 
-        def saved(each: Any) -> int:
-            return saved_bytes(lambda: self._runner.loss(each), self._models, self._device)
-
         def measure() -> float:
+            saved = lambda each: saved_bytes(lambda: self._runner.loss(each), self._models, self._device)  # noqa: E731
             with untouched(self._models):
                 return self.rehearse(saved, micro_batch(), sizes[0]) / sizes[0]
 
-        pinned = self._offload.memory.held if self._offload is not None else 0
-        inside = self._meets_in_model()
+        pinned, inside = self._offload.memory.held if self._offload is not None else 0, self._meets_in_model()
         self._where.make_room(measure, sum(sizes), shape, meets_inside=inside, budget=budget, pinned=pinned)
 
     def _activations(self, micro_batches: int) -> Mode:
@@ -179,14 +179,6 @@ class Together:
     def _round(self, sizes: Sequence[int], mode: Any = "train") -> Round:
         norms = batch_norm.norms_of(self._models) if self._norms_meet else None
         return Round(tuple(sizes), mode, norms, self.statistics, self._same_terms, self._constants)
-
-    def _add_ranks(self, round_: Round, ranks: Ranks | None) -> None:
-        """Learn how many samples other ranks have, before micro-batches meet those; in norms without a word."""
-        if ranks is not None:
-            with ranks.collective("the beginning of a window", self._device):  # or another is elsewhere
-                every = ranks.numbers(sum(round_.sizes), self._device)
-            ranks.elsewhere = self._meets_in_model()
-            round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
 
     def _side_by_side(
         self,
