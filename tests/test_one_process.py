@@ -1,5 +1,6 @@
 """Plans, a `Setup` and the commands are one process's work, also where torchrun has started several."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,31 +48,32 @@ def test_a_model_in_ddp_is_planned_by_each_rank_alone() -> None:
     assert all(map(torch.equal, weights, others))
 
 
-def sharded(_: int) -> Any:
-    """Plan a model whose every pass needs the other ranks."""
-    return plan(shards(small()), lambda m, b: m(b).square().mean(), torch.randn(4, 5))
-
-
-def test_a_sharded_model_is_planned_before() -> None:
-    """The error says how."""
-    for error in run_on_ranks(2, sharded):
-        assert isinstance(error, ConfigurationError), error
-        assert 'plan(model, loss_fn, batch, memory="24GiB")' in str(error)
-
-
-def spread(_: int, how: str) -> Any:
+def setup_of(model: nn.Module) -> Setup:
     """Give a Setup what a loop of one's own would have."""
-    model = small()
-    wrapped = shards(model) if how == "fully_shard" else DistributedDataParallel(model)
-    return Setup(model=wrapped, optimizer=torch.optim.SGD(wrapped.parameters()), data=[0], batch_size=1)
+    return Setup(model=model, optimizer=torch.optim.SGD(model.parameters()), data=[0], batch_size=1)
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "DDP"])
-def test_a_setup_has_a_plain_model(how: str) -> None:
-    """The error names the example of a loop for several devices."""
-    for error in run_on_ranks(2, spread, how):
-        assert isinstance(error, ConfigurationError), error
-        assert "examples/ranks/ddp.py" in str(error)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: plan(shards(small()), lambda m, b: m(b).sum(), torch.ones(4, 5)), 'loss_fn, batch, memory="24GiB")'),
+    (lambda: setup_of(shards(small())), "examples/ranks/ddp.py"),
+    (lambda: setup_of(DistributedDataParallel(small())), "examples/ranks/ddp.py"),
+]
+
+
+def refused(_: int) -> list[str]:
+    """Return what is said of each."""
+    said = []
+    for make, _text in REFUSED:
+        with pytest.raises(ConfigurationError) as caught:
+            make()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_one_process_does_is_refused_on_several() -> None:
+    """A model whose every pass needs other ranks is planned before; a Setup names a loop for several devices."""
+    for said in run_on_ranks(2, refused):
+        assert all(text in each for each, (_, text) in zip(said, REFUSED, strict=True)), said
 
 
 def launch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import UnreadableLoss, WindowBroken, WindowDisturbed
-from tests.support.reference import trained
+from tests.support.reference import trained, windows
 from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
@@ -23,7 +23,7 @@ def test_a_step_by_hand_is_refused_and_the_window_goes_on() -> None:
         if training.backward(batch) is None:
             with pytest.raises(WindowDisturbed, match=r"optimizer.step\(\) was called inside a window.*\n.*flush\(\)"):
                 training.optimizer.step()
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
+    training.assert_big_batches(*windows(BATCHES, 3))
 
 
 @pytest.mark.parametrize("then", ["backward", "flush"])
