@@ -25,13 +25,33 @@ def two_groups(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> t
     return make([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.01}], **settings)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam"])
-def test_the_adam_family_gets_the_square_root_and_keeps_its_half_life(name: str) -> None:
-    """The rate grows by the root; beta2's half-life stays the same number of samples; beta1 stays."""
-    optimizer = two_groups(getattr(torch.optim, name), lr=0.001)
-    scale_lr(optimizer, 32, 128, scale_beta2=True)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.02])
-    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, pytest.approx(0.999**4))] * 2
+BETAS, LANGUAGE = (0.9, 0.999), (0.9, 0.95)  # language models take a half-life that no larger batch can keep
+RULES: list[tuple[str, Any, str, float, Any, Any]] = [  # for a batch 4 times the size
+    *(
+        (name, "auto", "betas", 2, BETAS, (0.9, 0.999**4))
+        for name in "Adam AdamW NAdam RAdam Adamax SparseAdam".split()
+    ),
+    ("AdamW", "linear", "betas", 4, BETAS, (0.9, 0.999**4)),
+    ("RMSprop", "auto", "alpha", 2, 0.99, 0.99**4),
+    ("SGD", "auto", "momentum", 4, 0.9, 0.9),
+    ("Adagrad", "linear", "lr_decay", 4, 0.1, 0.1),  # a rule that is named opens optimizers that none is known for
+    ("AdamW", "auto", "betas", 2, LANGUAGE, LANGUAGE),  # it stays unless that is asked for
+    ("RMSprop", "auto", "alpha", 2, 0.95, 0.95),
+]
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_every_group_follows_the_rule(case: tuple[str, Any, str, float, Any, Any]) -> None:
+    """There and back again; beta2's half-life stays the same number of samples where it is scaled, and beta1 stays."""
+    name, rule, decay, factor, before, after = case
+    optimizer = two_groups(getattr(torch.optim, name), lr=0.1, **{decay: before})
+    scaled = before != after or name in {"SGD", "Adagrad"}  # which have none
+    scale_lr(optimizer, 16, 64, rule, scale_beta2=scaled)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.01 * factor])
+    assert [group[decay] for group in optimizer.param_groups] == [pytest.approx(after)] * 2
+    scaling = scale_lr(optimizer, 64, 16, rule, scale_beta2=scaled)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.01])
+    assert (scaling.groups[0].beta2_after is None) is (before == after)
 
 
 def test_a_tensor_rate_is_changed_in_place_and_once() -> None:
@@ -43,31 +63,6 @@ def test_a_tensor_rate_is_changed_in_place_and_once() -> None:
     assert all(group["lr"] is rate for group in optimizer.param_groups)
     assert rate.item() == pytest.approx(0.2)
     assert betas[1].item() == pytest.approx(0.99**4)
-
-
-@pytest.mark.parametrize(
-    ("make", "rule", "factor"),
-    [(torch.optim.SGD, "auto", 4), (torch.optim.RMSprop, "auto", 2), (torch.optim.Adagrad, "linear", 4)],
-)
-def test_every_group_follows_the_rule(make: Callable[..., torch.optim.Optimizer], rule: Any, factor: float) -> None:
-    """There and back again; a rule that is named opens optimizers that none is known for."""
-    optimizer = two_groups(make, lr=0.1)
-    scale_lr(optimizer, 16, 64, rule, scale_beta2=True)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.01 * factor])
-    assert optimizer.param_groups[0].get("alpha", 0.99**4) == pytest.approx(0.99**4)
-    scale_lr(optimizer, 64, 16, rule, scale_beta2=True)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.01])
-
-
-@pytest.mark.parametrize(("make", "name"), [(torch.optim.AdamW, "betas"), (torch.optim.RMSprop, "alpha")])
-def test_beta2_stays_unless_it_is_asked_for(make: Callable[..., torch.optim.Optimizer], name: str) -> None:
-    """Language models take 0.95, whose half-life no larger batch can keep: the rate alone is scaled."""
-    decay: Any = (0.9, 0.95) if name == "betas" else 0.95
-    optimizer = make(nn.Linear(3, 2).parameters(), lr=0.001, **{name: decay})
-    scaling = scale_lr(optimizer, 32, 512)
-    assert optimizer.param_groups[0][name] == decay
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.004)
-    assert scaling.groups[0].beta2_after is None
 
 
 def test_it_returns_what_it_changed_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
