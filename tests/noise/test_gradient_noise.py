@@ -70,7 +70,8 @@ def measured_on(
     noise = GradientNoise(training.accumulator, every=every)
 
     def double() -> None:
-        torch._foreach_mul_([p.grad for p in trained(training.model) if p.grad is not None], 2)
+        for p in trained(training.model):
+            p.grad = None if p.grad is None else p.grad.mul_(2)
 
     if steps == DOUBLED:
         training.accumulator.before_step(double)

@@ -117,14 +117,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_the_setup_says_so(skip: 
     assert all(bool(p.isfinite().all()) for p in weights(setup.model)) is skip
 
 
-@pytest.mark.parametrize(
-    "returned", [0.9, {"accuracy": "high"}, {"accuracy": torch.ones(3)}], ids=["bare", "word", "many"]
-)
-def test_evaluate_returns_numbers_by_name(returned: object, request: pytest.FixtureRequest) -> None:
+RETURNED = {"bare": 0.9, "word": {"accuracy": "high"}, "many": {"accuracy": torch.ones(3)}}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_evaluate_returns_numbers_by_name(kind: str) -> None:
     """Whatever else it returns is refused as evaluate's."""
     with pytest.raises(ConfigurationError) as caught:
-        train_setup(make(evaluate=lambda _: returned))
-    approve("setup", f"evaluate {request.node.callspec.id}", caught.value)
+        train_setup(make(evaluate=lambda _: RETURNED[kind]))
+    approve("setup", f"evaluate {kind}", caught.value)
 
 
 def test_a_stream_that_gives_nothing_is_refused() -> None:
@@ -136,7 +137,7 @@ def test_a_stream_that_gives_nothing_is_refused() -> None:
 
 def fails(*_: object) -> Any:
     """Stand for code of a user's that does not work."""
-    raise KeyError("nope")
+    raise KeyError
 
 
 @pytest.mark.parametrize("name", ["loss_fn", "evaluate", "collate"])
@@ -146,6 +147,13 @@ def test_a_failure_of_the_users_own_code_says_which_call_it_was(name: str) -> No
         train_setup(make(**{name: fails}))
     assert str(caught.value) == f"{'making a batch of data' if name == 'collate' else name} failed"
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("returned", [None, SimpleNamespace(loss=1), torch.ones(3)])
+def test_what_is_no_loss_is_refused_as_loss_fns(returned: Any) -> None:
+    """Before anything is trained."""
+    with pytest.raises(LossError):
+        train_setup(make(loss_fn=lambda _model, _batch: returned))
 
 
 def test_what_a_setup_says_reaches_the_step() -> None:
@@ -197,13 +205,6 @@ def test_nonsense_is_refused_where_it_is_made(name: str) -> None:
     if name in NONSENSE:
         approve("setup", name, caught.value)
     assert name in NONSENSE or name in str(caught.value)
-
-
-def test_a_loss_that_is_none_is_refused_as_loss_fns() -> None:
-    """Before anything is trained."""
-    for returned in (None, SimpleNamespace(loss=1), torch.ones(3)):
-        with pytest.raises(LossError):
-            train_setup(make(loss_fn=lambda _model, _batch, returned=returned: returned))
 
 
 def test_a_file_is_read_by_its_function(tmp_path: Path) -> None:
