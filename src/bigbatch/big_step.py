@@ -28,16 +28,7 @@ from bigbatch.errors import (
     WindowError,
     spoken_to_step,
 )
-from bigbatch.execute.execution import (
-    AFTER_THE_STATEMENT,
-    AMONG_RANKS,
-    AT_THE_STEP,
-    Divider,
-    Execution,
-    is_short,
-    no_room,
-    remedy,
-)
+from bigbatch.execute.execution import Divider, Execution, is_short, no_room, remedy
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.run import Together
@@ -56,6 +47,7 @@ from bigbatch.window.window import OPEN, Window
 STATE_VERSION = 1
 _COUPLED = "samples are coupled (BatchNorm in training mode, or across in the loss or the model)"
 _Made = tuple[Update, Buffers, list[str]]  # buffers as they were, and the names of those that forwards have changed
+_RANKS_WAIT = "ranks wait for each other (a sharded model, BatchNorm in training mode, `across`)"
 _ALL_RANKS = "every pass through a model that is sharded with fully_shard needs all ranks"
 
 
@@ -230,7 +222,6 @@ class BigStep:
                 self._runner.follow(better)
 
     def _divided(self, whole: Batch) -> Division:
-        """Choose how to run the batch, and cut it."""
         admission = self._admission
         admission.open()
         lockstep = self._needs_lockstep()
@@ -247,7 +238,6 @@ class BigStep:
         return self._execution.lockstep or self._admission.needs_lock_step()
 
     def _run_one(self, micro_batch: Any, division: Division) -> None:
-        """Run a micro-batch as a window would, for its memory and time."""
         side_by_side = bool(self._admission.side_by_side)
         run = partial(self._runner.try_once, ragged=division.longest is not None, side_by_side=side_by_side)
         if side_by_side:
@@ -267,7 +257,13 @@ class BigStep:
             bool(self._admission.side_by_side),
         )
         if short and self._stepper.began:
-            raise no_room(error, *AT_THE_STEP) from error
+            raise no_room(
+                error,
+                "in the optimizer's own step",
+                "It may have changed some parameters and some of its state, so the step is not made again: load both "
+                "from a checkpoint.",
+                "a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state",
+            ) from error
         if self._stepper.began or isinstance(error, WindowBroken):
             return None
         if isinstance(error, OthersTryAgain):
@@ -281,7 +277,12 @@ class BigStep:
             # Where others wait for this rank in the midst of a window, it cannot try again alone.
             inside = not team.is_alone and (team.elsewhere or team.sharded or is_of_the_wire(error))
             if short and (team.spoken or (inside and division is not None)):
-                raise no_room(error, *(AFTER_THE_STATEMENT if team.spoken else AMONG_RANKS)) from error
+                where = "adding up the gradients of all ranks" if team.spoken else f"a pass for which {_RANKS_WAIT}"
+                since = (
+                    "This rank cannot try again alone: others wait for it, or have gone on. Nothing was stepped here."
+                )
+                fix = "a smaller micro_batch_size or memory=, or activation checkpointing; and go on from a checkpoint"
+                raise no_room(error, f"in {where}", since, fix) from error
             if team.spoken or inside:
                 return None
         better = remedy(now, error, side_by_side=side_by_side)

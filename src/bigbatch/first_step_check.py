@@ -105,7 +105,6 @@ class FirstCheck:
         return _UNSEEN
 
     def _dated(self, error: BigBatchError) -> BigBatchError:
-        """Name the updates that were made before a coupling was seen."""
         since = f" This did not show at first: the updates before this one, {self._updates} by now, may not be right."
         return type(error)(error.problem + since, fix=error.fix_in_step) if self._updates else error
 
@@ -141,7 +140,6 @@ class FirstCheck:
         return best
 
     def _verdict(self, piece: partial[Piece], shares: Sequence[Share], *, is_away: bool) -> Verdict:
-        """Compare a piece with its parts, where they can be evaluated."""
         try:
             return _compared(piece(shares, is_away=is_away))
         except Exception as error:  # it proves nothing; what is the user's own comes in the step
@@ -178,7 +176,6 @@ class FirstCheck:
 
 
 def _compared(piece: Piece) -> Verdict:
-    """Compare the gradient of a piece with that of its parts."""
     whole, parts = piece.whole, piece.parts()
     if _agree(whole, parts):
         return "agrees"
@@ -208,7 +205,6 @@ def _agree(whole: Part, parts: Sequence[Part]) -> bool:
 
 
 def _apart(whole: Part, parts: Sequence[Part]) -> float:
-    """Return the norm of what lies between the gradient of the whole and that of its parts."""
     together = map(sum, zip(*(part.gradient for part in parts), strict=True))
     return _norm(one - other for one, other in zip(whole.gradient, together, strict=True))
 
@@ -224,7 +220,6 @@ def _together(parts: Sequence[Part]) -> float:
 
 
 def _is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
-    """Whether two losses differ by rounding alone, or one is not known."""
     size = max(_FLOOR, abs(one), *(abs(part.value) for part in parts))
     return not abs(one - other) > _OF_LOSS * max(part.tolerance for part in parts) * size
 
@@ -311,7 +306,6 @@ _GHOST = (
 
 
 def _coupled(piece: Piece, parts: Sequence[Part]) -> CoupledLoss:
-    """Say that the parts do not make the whole."""
     whole, samples = piece.whole, len(piece.samples)
     causes = f"{_NO_SPLIT}\n{_CAUSES if piece.side_by_side is None else _IN_LOCKSTEP}"
     if whole.norms > parts[0].norms:
@@ -329,7 +323,6 @@ def _coupled(piece: Piece, parts: Sequence[Part]) -> CoupledLoss:
 
 
 def _padded(whole: Part, parts: Sequence[Part]) -> BatchError:
-    """Say that a loss is another one without its padding."""
     over = [
         " over " + " and ".join(f"{count:g}" for count in counts)
         for counts in (whole.counts, totals_of(part.counts for part in parts))

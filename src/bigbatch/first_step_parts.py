@@ -73,7 +73,6 @@ class Piece:
     is_away: bool = False  # whether what the backward of the piece needs waits in host memory
 
     def __post_init__(self) -> None:
-        """Evaluate the piece as a whole."""
         self._begins, self.tape, self.in_parts = Snapshot(self.models), list[Tensor](), False
         self.samples, widths = [i for share in self.shares for i in share.samples], self.division.longest
         # It is trimmed to what some of its parts are not.
@@ -228,7 +227,6 @@ class _Watch(LiveBytes):
         return result
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that draws random numbers."""
         names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - no public name
         calm = {name: value for name, value in _CALM.items() if name in names}
         if calm:
@@ -272,7 +270,6 @@ class _Watch(LiveBytes):
 
 
 def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
-    """Return the default generators that an operation may draw from."""
     devices = {each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
     devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else set()
     numbers = [device.index or 0 for device in devices if device.type == "cuda"]

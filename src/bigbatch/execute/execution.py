@@ -16,7 +16,7 @@ from bigbatch.errors import OutOfMemory, SeveralCounts
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.memory.meter import Stage
 from bigbatch.memory.search import Probe
-from bigbatch.memory.sizes import Sizes
+from bigbatch.memory.sizes import ProbeSize, Sizes
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
@@ -62,40 +62,11 @@ def no_room(error: BaseException, where: str, since: str, fix: str) -> OutOfMemo
     return OutOfMemory(f"out of memory {where}; {missing(error)}. {since}", fix=fix)
 
 
-# Where it is so, what is true since, and what to do, where nothing else is tried.
-AT_THE_STEP = (
-    "in the optimizer's own step",
-    (
-        "It may have changed some parameters and some of its state, so the step is not made again: load both from a "
-        "checkpoint."
-    ),
-    "a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state",
-)
-AFTER_THE_STATEMENT = (
-    "in adding up the gradients of all ranks",
-    (
-        "This rank has told the others what it counted, so it cannot try again alone: they wait, or have stepped. "
-        "Nothing was stepped here: go on from a checkpoint."
-    ),
-    "a smaller micro_batch_size or memory=, which leaves more room beside the gradients",
-)
-AMONG_RANKS = (
-    "in a pass in which ranks wait for each other (a sharded model, BatchNorm in training mode, `across`)",
-    "This rank cannot try again alone: the others wait in the midst of it, and end with an error, too.",
-    "a smaller micro_batch_size, or activation checkpointing",
-)
-
-
 class Divider:
     """Cuts one batch after the other, with the sizes that were learned from those before."""
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        sizes: Sizes,
-        options: Options,
-        mover: Mover,
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sizes: Sizes, options: Options, mover: Mover
     ) -> None:
         self._models, self._optimizers, self._sizes, self._options = models, optimizers, sizes, options
         self._mover = mover
@@ -104,13 +75,9 @@ class Divider:
     def divide(self, whole: Batch, run: Callable[[Any, Division], None], *, lockstep: bool) -> Division:
         """Choose the micro-batches; `run` runs one of a division, to see what it takes."""
         if self._options.lengths is None:
-            size = self._sizes.samples(
-                whole.signature(),
-                whole.size,
-                lambda size, limit: self._rehearse(Division.even(whole, size), limit, run),
-                # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
-                at_once=lockstep,
-            )
+            try_size: ProbeSize = lambda size, limit: self._rehearse(Division.even(whole, size), limit, run)  # noqa: E731
+            # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
+            size = self._sizes.samples(whole.signature(), whole.size, try_size, at_once=lockstep)
             return Division.even(whole, size)
         lengths = lengths_of(whole, self._options.lengths)
         longest, order = max(*lengths, 1), sorted(range(whole.size), key=lambda i: -lengths[i])
@@ -126,7 +93,6 @@ class Divider:
         return division
 
     def _rehearse(self, division: Division, limit: int, run: Callable[[Any, Division], None]) -> Probe:
-        """Run the first micro-batch of a division for its memory and time, and leave no trace."""
         if self._stage is None or self._stage[0] != limit:
             dtype = self._options.gradient_dtype
             self._stage = limit, Stage(self._models, self._optimizers, dtype, self._mover.device, limit)

@@ -44,9 +44,8 @@ class Recorder:
     """Makes graphs. They may share memory because none runs beside another."""
 
     def __init__(self, device: torch.device) -> None:
-        """Have no memory yet."""
         self._device = device
-        self._pool: Any = None
+        self._pool: Any = None  # the memory of its graphs
 
     def forget(self) -> None:
         """Take other memory for the graphs to come: what the ones before have goes with them."""
@@ -100,7 +99,6 @@ class Recorder:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all captures are made on."""
     return torch.cuda.Stream(device)
 
 
@@ -242,7 +240,6 @@ def _holds(holder: Any, content: Any) -> bool:
 
 
 def _hooks(parameter: Tensor) -> object:
-    """Return the keys of hooks on a parameter: each is given out once."""
     own, accumulated = (getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     return (tuple(own or ()), tuple(accumulated or ())) if own or accumulated else None
 

@@ -82,7 +82,12 @@ class Replayed:
         opened = self._open(gradients)
 
         def run(shape: str, inputs: Any) -> Any:
-            if shape and not self._is_new(shape) and opened:
+            is_new = shape not in self._seen
+            if shape and is_new:  # capturing it takes longer than launching it some times
+                self._seen.add(shape)
+                self.launches += 1
+                self._refuse_waste()
+            if shape and not is_new and opened:
                 return call.enter(self._replayed(shape, inputs, call, gradients))
             extras = call.launch(inputs)
             # A table may have been made, for a longer micro-batch: graphs are captured anew, the window goes on.
@@ -92,28 +97,14 @@ class Replayed:
             return extras
 
         yield run
-        if opened:
-            self._close(gradients)
-        else:
-            self._note(gradients)
+        (self._close if opened else self._note)(gradients)
 
     def forget(self) -> bool:
         """Drop all graphs, and the memory they hold; returns whether there were any."""
-        found = bool(self.captured)
-        self.captured.clear()
-        self._seen.clear()
+        found, self.captured, self._seen = bool(self.captured), {}, set()
         self._gradients, self._held = [], []
         self._recorder.forget()
         return found
-
-    def _is_new(self, shape: str) -> bool:
-        """Whether this shape has not come before: capturing it takes longer than launching it some times."""
-        if shape in self._seen:
-            return False
-        self._seen.add(shape)
-        self.launches += 1
-        self._refuse_waste()
-        return True
 
     def _refuse_waste(self) -> None:
         worth = self.replays >= self._limits.replays * self.captures and self.captures + self.replays >= self.launches
@@ -126,7 +117,6 @@ class Replayed:
             )
 
     def _note(self, gradients: Gradients) -> None:
-        """Note which parameters a window that was launched has given a gradient."""
         self._known = {id(p): p.grad is not None for p in gradients.parameters}
 
     def _open(self, gradients: Gradients) -> bool:
@@ -210,7 +200,6 @@ class Replayed:
             raise NotCapturable("another set of parameters gets gradients than before")
 
     def _others(self, gradients: Gradients) -> list[bool]:
-        """Whether each parameter has another gradient than it was opened with."""
         return [p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)]
 
     def _versions(self) -> list[int]:

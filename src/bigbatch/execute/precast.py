@@ -58,7 +58,6 @@ class CastWeights:
             swap.enter(self)
 
     def __exit__(self, *_: object) -> None:
-        """Leave everything as it was; the copies stay for the next window."""
         for swap in self._swaps:
             swap.leave(self)
         self._own = frozenset()
