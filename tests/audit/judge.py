@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bigbatch import Accumulator, BigStep
 from bigbatch.errors import BatchNormError, LossError
 from bigbatch.options import Options
+from tests.support.samples import join
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -55,11 +56,6 @@ def plain(model: nn.Module, loss: LossFunction, batch: Batch) -> Tensor:
     found = gradient(list(model.parameters()))
     model.zero_grad()
     return found
-
-
-def join(batches: Sequence[Batch]) -> Batch:
-    """The big batch."""
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def distance(ours: Tensor, true: Tensor) -> float:

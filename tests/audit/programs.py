@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.audit.judge import Batch, LossFunction, Verdict, adds_up, join, judge, judge_big_step, plain
+from tests.audit.judge import Batch, LossFunction, Verdict, adds_up, judge, judge_big_step, plain
+from tests.support.samples import join
 
 STEPS, CLASSES, FEATURES, ITEMS = 3, 4, 5, 7
 PROBES = (5, 7)  # no size of anything else, so that the samples' axis is the one that has them

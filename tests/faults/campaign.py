@@ -6,11 +6,9 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import Queue
-from threading import Event
 
 from benchmarks.machine import this_machine
 from benchmarks.report import RESULTS, Grid, Report, progress
@@ -104,28 +102,15 @@ def _at_once(
     run: Callable[[Sequence[Case]], Iterator[Outcome]], cases: Sequence[Case], jobs: int
 ) -> Iterator[tuple[Case, Outcome]]:
     """Share the cases out among threads, each of which waits for a process; give out what comes as it comes."""
-    found: Queue[tuple[Case, Outcome] | None] = Queue()
-    stopped = Event()
-
-    def work(own: Sequence[Case]) -> None:
-        try:
-            for pair in zip(own, run(own), strict=True):
-                found.put(pair)
-                if stopped.is_set():
-                    break
-        finally:
-            found.put(None)
-
+    shares = [zip(cases[first::jobs], run(cases[first::jobs]), strict=True) for first in range(jobs)]
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(work, cases[first::jobs]) for first in range(jobs)]
-        try:
-            for _ in futures:
-                while (pair := found.get()) is not None:
+        waiting = {pool.submit(next, share, None): share for share in shares}
+        while waiting:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                share, pair = waiting.pop(future), future.result()
+                if pair is not None:
+                    waiting[pool.submit(next, share, None)] = share
                     yield pair
-        finally:
-            stopped.set()
-        for future in futures:
-            future.result()
 
 
 def _read(path: Path) -> dict[int, Outcome]:

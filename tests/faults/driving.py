@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from bigbatch.errors import BigBatchError, LossError, OutOfMemory, SeveralCounts, WindowBroken
 from bigbatch.update import Update
 from tests.faults import snapshots
-from tests.faults.injecting import OUT_OF_MEMORY, Fault
+from tests.faults.injecting import OUT_OF_MEMORY, Fault, chain
 from tests.faults.programs import Batch, Draws, Program, Stream
 
 Result = TypeVar("Result")
@@ -28,15 +28,10 @@ class Trouble(Exception):
         self.kind, self.words = kind, words
 
 
-def told(error: BaseException | None) -> bool:
-    """Whether an error says that a step was made, or may have been."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        if _STEPPED.search("\n".join([str(error), *getattr(error, "__notes__", ())])):
-            return True
-        seen.add(id(error))
-        error = error.__cause__
-    return False
+def told(error: BaseException) -> bool:
+    """Whether an error, or what it was raised from, says that a step was made, or may have been."""
+    texts = ["\n".join([str(each), *getattr(each, "__notes__", ())]) for each in chain(error, "__cause__")]
+    return any(map(_STEPPED.search, texts))
 
 
 def look_at(error: BaseException, fault: Fault) -> None:
@@ -88,7 +83,7 @@ class Run:
             try:
                 if self.program.loop == "saved":
                     step.load_state_dict(step.state_dict())
-                update = step(batch)
+                self._hear(step(batch))
             except BaseException as error:  # noqa: BLE001, PERF203 - looked at
                 self.kept.append(error)
                 with self.fault.paused():
@@ -99,7 +94,6 @@ class Run:
                     else:
                         self._see_same(snapshots.numbers(self.program) | snapshots.randomness(), before, error)
             else:
-                self._hear(update)
                 return
         raise Trouble("lost", "the batch is refused again and again")
 

@@ -37,8 +37,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "CUDA error": lambda: RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
     "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "CPU allocator": lambda: RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-        "allocate 41000000000 bytes. Error code 12 (Cannot allocate memory)"
+        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory"
     ),
 }
 OUT_OF_MEMORY = frozenset(ERRORS) - {"RuntimeError", "user's own", "KeyboardInterrupt"}
@@ -112,11 +111,12 @@ class Fault:
         return any(self.is_own(each) for each in chain(error))
 
 
-def chain(error: BaseException) -> list[BaseException]:
+def chain(error: BaseException, *by: str) -> list[BaseException]:
     """Return an error with all that it was raised from or while handling."""
     found = [error]
     for each in found:
-        found += [e for e in (each.__cause__, each.__context__) if e is not None and all(e is not f for f in found)]
+        below = [getattr(each, name) for name in by or ("__cause__", "__context__")]
+        found += [e for e in below if e is not None and all(e is not f for f in found)]
     return found
 
 

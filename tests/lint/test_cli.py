@@ -56,36 +56,24 @@ def test_findings_as_text(script: str) -> None:
     assert max(map(len, run(script).stdout.splitlines())) < 200
 
 
-def test_exit_status(script: str) -> None:
-    """Nothing found is 0, and a word on stderr; found is 1, or 0 if asked for."""
+def test_exit_status_and_selection(script: str) -> None:
+    """Nothing found is 0, and a word on stderr; found is 1, or 0 if asked for. Codes: with commas, again, small."""
     result = run(script, "--ignore", "BB1,BB5")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "All checks passed: 1 file read.\n")
     result = run(script, "--exit-zero")
     assert (result.exit_code, "BB106" in result.stdout) == (0, True)
+    assert "BB501" not in run(script, "--select", "BB106,BB103").stdout
+    assert run(script, "--select", "bb1", "--select", "BB5").stdout.count("BB") == 2
 
 
 def test_json(script: str) -> None:
     """One list, and nothing else on stdout."""
-    found = json.loads(run(script, "--json").stdout)
-    assert found[0] == {
-        "path": "train.py",
-        "cell": None,
-        "line": 4,
-        "column": 5,
-        "code": "BB106",
-        "slug": "never-zeroed",
-        "severity": "error",
-        "message": "gradients are never cleared: every step also takes those of all steps before",
-        "remedy": "call optimizer.zero_grad() after each step",
-        "end_line": 4,
-    }
+    found = json.loads(run(script, "--json").stdout)[0]
+    place = {"path": "train.py", "cell": None, "line": 4, "column": 5, "end_line": 4}
+    message = "gradients are never cleared: every step also takes those of all steps before"
+    said = {"severity": "error", "message": message, "remedy": "call optimizer.zero_grad() after each step"}
+    assert found == {**place, "code": "BB106", "slug": "never-zeroed", **said}
     assert run(script, "--json", "--select", "BB601").stdout == "[]\n"
-
-
-def test_select_takes_lists_and_several_options(script: str) -> None:
-    """With commas, again, in small letters."""
-    assert "BB501" not in run(script, "--select", "BB106,BB103").stdout
-    assert run(script, "--select", "bb1", "--select", "BB5").stdout.count("BB") == 2
 
 
 def test_standard_input() -> None:

@@ -18,20 +18,15 @@ MEASURED = re.compile(r"Measured: after one epoch the weights are \*\*([0-9.e-]+
 
 
 @pytest.mark.parametrize("code", RULES)
-def test_the_examples_are_what_they_say(code: str) -> None:
-    """The wrong one has this mistake and no other, the right one and ours have none."""
-    wrong, *right = BLOCK.findall(page(code))
+def test_a_page_is_what_it_says(code: str) -> None:
+    """The wrong example has this mistake and no other, the right one and ours none; title, parts and their order."""
+    rule, text = RULES[code], page(code)
+    wrong, *right = BLOCK.findall(text)
     assert codes(wrong) == [code]
     assert right
     for example in right:
         ast.parse(example)
         assert codes(example) == []
-
-
-@pytest.mark.parametrize("code", RULES)
-def test_a_page_has_its_parts(code: str) -> None:
-    """Title and severity as in the rule; what, why, wrong, right, in this order."""
-    rule, text = RULES[code], page(code)
     assert text.startswith(f"# {code} {rule.slug}\n\n*{rule.severity}*\n")
     parts = ["## What it finds", "## Why that is wrong", "## Wrong", "## Right"]
     assert sorted(parts, key=text.index) == parts
@@ -51,21 +46,13 @@ def test_the_figures_are_those_measured(code: str) -> None:
     assert said == f"{found:.2g}"
 
 
-def test_only_measured_figures_are_said() -> None:
-    """A page whose mistake was not measured has no figure."""
-    assert {code for code in RULES if MEASURED.search(page(code))} == set(MISTAKES) - {"none"}
-
-
 def test_the_index_lists_every_rule() -> None:
-    """With name and severity, each linked to its page."""
+    """With name and severity, each linked to its page; a page whose mistake was not measured has no figure."""
+    assert {code for code in RULES if MEASURED.search(page(code))} == set(MISTAKES) - {"none"}
     index = (ROOT / "docs" / "lint" / "index.md").read_text()
     for code, rule in RULES.items():
         assert f"| [{code}]({code}.md) | {rule.slug} | {rule.severity} |" in index
     assert len(list((ROOT / "docs" / "lint").glob("*.md"))) == len(RULES) + 1
-
-
-def test_codes_slugs_and_words() -> None:
-    """Codes and names are unique; messages end without a stop, as they stand between others."""
     assert len({rule.slug for rule in RULES.values()}) == len(RULES)
     assert all(re.fullmatch(r"BB\d{3}", code) and code == rule.code for code, rule in RULES.items())
     assert not any(rule.remedy.endswith(".") for rule in RULES.values())

@@ -4,7 +4,6 @@ import cProfile
 import json
 import os
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,7 @@ LOOP = (
 )
 
 
-@cache
-def scripts() -> list[str]:
-    """Return the cases."""
-    return [case.script for case in read_cases()]
+SCRIPTS = [case.script for case in read_cases()]
 
 
 def survives(data: bytes, name: str = "train.py") -> list[str]:
@@ -52,7 +48,7 @@ def test_junk(data: bytes) -> None:
 @given(st.data())
 def test_parts_of_scripts(data: st.DataObject) -> None:
     """A script that ends in the middle, one that lacks a line, and lines of two scripts in any order."""
-    first, second = (data.draw(st.sampled_from(scripts())) for _ in range(2))
+    first, second = (data.draw(st.sampled_from(SCRIPTS)) for _ in range(2))
     cut = data.draw(st.integers(0, len(first)))
     survives(first[:cut].encode())
     survives(first[:cut].encode(), "train.ipynb")
@@ -72,9 +68,7 @@ DEEP = {
     "sums": "x = " + " + ".join(["loss"] * 20_000),
     "blocks": "\n".join("  " * n + "if loss.backward():" for n in range(90)) + "\n" + "  " * 90 + "optimizer.step()",
     "elifs": "if a:\n    loss.backward()\n" + "elif b:\n    optimizer.step()\n" * 3000,
-    "functions": "\n".join(
-        f"def f{n}():\n    f{n + 1}()\n    f{n + 1}()\n    loss.backward()\n    optimizer.step()" for n in range(60)
-    ),
+    "functions": "\n".join(f"def f{n}():\n    f{n + 1}()\n    f{n + 1}()\n    loss.backward()" for n in range(60)),
     "itself": "def f():\n    f()\n    loss.backward()\n    optimizer.step()\nf()",
     "strings": "x = " + "f'{" * 100 + "}'" * 100,
 }
@@ -103,16 +97,16 @@ def test_notebooks_of_any_kind(notebook: Any) -> None:
     survives(json.dumps(notebook).encode(), "train.ipynb")
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"\x89PNG\r\n\x1a\n\0\0", "invalid or missing encoding declaration"),
-        (b"x = 1\0", "null bytes"),
-        (b"# -*- coding: nonsense -*-\n", "unknown encoding: nonsense"),
-        (b"print 'hello'\n", "Missing parentheses"),
-        (b"loss.backward(\n", "was never closed"),
-    ],
-)
+UNREADABLE = {
+    b"\x89PNG\r\n\x1a\n\0\0": "invalid or missing encoding declaration",
+    b"x = 1\0": "null bytes",
+    b"# -*- coding: nonsense -*-\n": "unknown encoding: nonsense",
+    b"print 'hello'\n": "Missing parentheses",
+    b"loss.backward(\n": "was never closed",
+}
+
+
+@pytest.mark.parametrize(("data", "why"), UNREADABLE.items())
 def test_what_cannot_be_read_is_said(data: bytes, why: str) -> None:
     """With the reason; nothing else is found in it."""
     source = read_source("train.py", data)

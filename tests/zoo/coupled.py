@@ -17,8 +17,6 @@ from tests.zoo.samples import CLASSES, graphs, join_graphs, mlp, parts, rows
 COUPLED = refused(CoupledLoss, "across")
 TOLD = refused(UnreadableLoss, "count")  # no graph says it: counted(...) settles it
 UNREADABLE = refused(UnreadableLoss, "")
-MANY = (4, 3, 5, 4, 3, 5)  # of fewer samples the mean of some is soon that of all
-ONES = (1, 1, 1, 1)  # what fits of a large model
 MEETS = refused(CoupledLoss, "BigStep")  # `across` in an Accumulator
 
 def both(expected: Expected) -> dict[str, Any]:  # the same of either entrance
@@ -60,14 +58,6 @@ def dino(model: Any, b: Rows) -> Tensor:  # a teacher's answers, centred by the 
         teacher = model["target"](b["x2"])
         teacher = ((teacher - teacher.mean(0)) / 0.1).softmax(1)
     return -(teacher * (model["online"](b["x"]) / 0.2).log_softmax(1)).sum(1).mean()
-
-def moco(model: Any, b: Rows) -> Tensor:  # a positive of each sample's own, negatives from a queue
-    query = normalized(model["query"], b["x"])
-    with torch.no_grad():
-        key = normalized(model["key"], b["x2"])
-    positive = torch.einsum("nc,nc->n", query, key)[:, None]
-    negative = torch.einsum("nc,ck->nk", query, model["queue"].weight.detach())
-    return F.cross_entropy(torch.cat([positive, negative], 1) / 0.1, torch.zeros(len(query), dtype=torch.long, device=query.device))
 
 def ppo(advantage: Any) -> Any:  # the clipped objective with a value and an entropy term
 
@@ -117,16 +107,6 @@ def class_weights_of_the_batch(model: Any, b: Rows) -> Tensor:  # weights from h
     often = torch.bincount(b["label"], minlength=CLASSES).clamp(min=1)
     return F.cross_entropy(model(b["x"]), b["label"], weight=(len(b["label"]) / often).to(b["x"].dtype))
 
-def hard_half(model: Any, b: Rows) -> Tensor:  # the larger half of the losses, by index
-    loss = F.cross_entropy(model(b["x"]), b["label"], reduction="none")
-    return loss[loss.detach().topk((len(loss) + 1) // 2).indices].mean()
-
-def fixmatch(model: Any, b: Rows) -> Tensor:  # labels of its own where it is sure
-    with torch.no_grad():
-        sure, label = model(b["x2"]).softmax(1).max(1)
-    loss = F.cross_entropy(model(b["x2"] + 0.1 * b["x"]), label, reduction="none")
-    return F.cross_entropy(model(b["x"]), b["label"]) + (loss * (sure > 0.45)).mean()
-
 def discriminator(model: Any, b: Rows) -> Tensor:  # real ones and made ones
     real, made = model["d"](b["x"]), model["d"](model["g"](b["noise"]).detach())
     return F.binary_cross_entropy_with_logits(real, torch.ones_like(real)) + F.binary_cross_entropy_with_logits(made, torch.zeros_like(made))
@@ -151,20 +131,15 @@ COUPLED_LOSSES = [
     Program("clip", towers, rows, clip, **both(COUPLED)),
     Program("clip-across", towers, rows, clip_across, accumulator=MEETS),
     Program("dino-centred-by-the-batch", self_taught, rows, dino, unseen="coupled-samples"),
-    Program("moco", lambda: parts(query=mlp(), key=frozen(mlp()), queue=frozen(nn.Linear(5, CLASSES))), rows, moco),
     Program("top-k-loss", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="none").topk(2).values.mean(), **both(COUPLED), cuts=(3, 2, 3), micro_batch=3),
-    Program("entropy-of-the-mean-prediction", mlp, rows, lambda m, b: -(m(b["x"]).softmax(1).mean(0) * m(b["x"]).softmax(1).mean(0).log()).sum(), **both(COUPLED)),
     Program("ppo-advantages-as-given", actor_critic, rows, ppo(lambda a: a)),
     Program("ppo-normalized-advantages", actor_critic, rows, ppo(lambda a: (a - a.mean()) / (a.std() + 1e-8)), unseen="coupled-samples"),
     Program("tokens-and-normalized-advantages", Tagger, rows, tokens_and_advantages, unseen="coupled-samples", cuts=(6, 6, 6), micro_batch=6),
     Program("dpo-joined", Tagger, rows, dpo_joined),
-    Program("dpo-joined-one-by-one", Tagger, rows, dpo_joined, cuts=ONES, micro_batch=1),
     Program("grpo", Tagger, rows, grpo),
     Program("dapo-over-all-tokens", Tagger, rows, lambda m, b: masked(-log_chances(m, b) * b["advantage"][:, None], b["mask"]), accumulator=refused(UnreadableLoss, "count")),
     Program("class-weights-of-the-batch", mlp, rows, class_weights_of_the_batch, unseen="coupled-samples"),
-    Program("hard-half-by-index", mlp, rows, hard_half, unseen="coupled-samples", cuts=MANY),
     Program("weights-normalized-by-the-batch", mlp, rows, lambda m, b: (F.cross_entropy(m(b["x"]), b["label"], reduction="none") * (b["weight"] / b["weight"].sum())).sum(), unseen="coupled-samples"),
-    Program("fixmatch", mlp, rows, fixmatch),
     Program("soft-dice-per-picture", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3))),
     Program("soft-dice-across", segmenter, rows, soft_dice_across, accumulator=MEETS),
     Program("detection-over-positives", segmenter, rows, detection, accumulator=TOLD, big_step=TOLD),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, LossError, SeveralCounts, UnreadableLoss
-from tests.zoo.plain import Tagger, conv, frozen, segmenter
+from tests.zoo.plain import Tagger, conv
 from tests.zoo.program import Program, refused, Rows
 from tests.zoo.samples import CLASSES, WIDTH, WORDS, mlp, parts, rows
 
@@ -18,7 +18,6 @@ COUPLED = refused(CoupledLoss, "across")
 COUNT = refused(UnreadableLoss, "count")
 LOOP = refused(LossError, "count")  # a loop over samples looks like several terms; a count settles it
 SEVERAL = refused(SeveralCounts, "counts=")
-FEATURES = frozen(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU()).double())  # a network of its own, as a perceptual loss has
 
 def tasks(model: Any, b: Rows) -> Tensor:  # each sample belongs to one of two tasks
     out, first = model(b["x"]), b["binary"] == 1
@@ -34,35 +33,8 @@ def crf(model: Any, b: Rows) -> Tensor:  # a linear chain: the forward algorithm
         total = torch.where(mask[:, t, None], torch.logsumexp(total[:, :, None] + change + scores[:, t, None], 1), total)
     return (total.logsumexp(1) - path).mean()
 
-def ssim(model: Any, b: Rows) -> Tensor:  # structural similarity under a fixed window
-    out, target = model(b["small"]), b["shape"]
-    window = torch.full((1, 1, 3, 3), 1 / 9, dtype=out.dtype, device=out.device)
-    a, c = F.conv2d(out, window), F.conv2d(target, window)
-    va, vc, both = (F.conv2d(out**2, window) - a**2, F.conv2d(target**2, window) - c**2, F.conv2d(out * target, window) - a * c)
-    return 1 - ((2 * a * c + 0.01) * (2 * both + 0.03) / ((a**2 + c**2 + 0.01) * (va + vc + 0.03))).mean()
-
-def perceptual(model: Any, b: Rows) -> Tensor:  # features of a frozen network that the step was not given
-    FEATURES.to(b["small"].device)
-    return F.l1_loss(FEATURES(model(b["small"])), FEATURES(b["shape"]))
-
-def inner_loop(model: Any, b: Rows) -> Tensor:  # MAML: each task takes a step of its own first
-    weight, bias = dict(model.named_parameters()).values()
-    losses = []
-    for x, y in zip(b["sequence"], b["values"], strict=True):
-        (slope,) = torch.autograd.grad(F.mse_loss(F.linear(x[:4], weight, bias), y[:4]), weight, create_graph=True)
-        losses.append(F.mse_loss(F.linear(x[4:], weight - 0.1 * slope, bias), y[4:]))
-    return torch.stack(losses).mean()
-
 def one_by_one(model: Any, b: Rows) -> Tensor:  # a loop over samples of different length
     return torch.stack([F.mse_loss(model(x[:n]), y[:n]) for x, y, n in zip(b["sequence"], b["values"], b["lengths"].tolist(), strict=True)]).mean()
-
-def mapped(model: Any, b: Rows) -> Tensor:  # one sample's loss, mapped over the batch
-    weights = dict(model.named_parameters())
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(torch.func.functional_call(model, weights, (x,)), y)
-
-    return torch.func.vmap(loss)(b["x"], b["value"]).mean()
 
 def soft_dtw(model: Any, b: Rows) -> Tensor:  # alignment of two sequences by dynamic programming
     cost = (model(b["sequence"])[:, :, None] - b["values"][:, None]).pow(2).sum(-1)
@@ -80,14 +52,6 @@ def slope_of_a_mean(model: Any, b: Rows, *, mean: bool = False) -> Tensor:
     loss = F.mse_loss(model(x), b["value"])
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + (50 * slope.pow(2).sum(1).mean() if mean else slope.pow(2).sum())
-
-def hypernetwork(model: Any, b: Rows) -> Tensor:  # each sample has weights of its own
-    weight = model["makes"](b["x"]).view(-1, CLASSES, 6)
-    return F.cross_entropy(torch.bmm(weight, b["x2"][..., None]).squeeze(-1), b["label"])
-
-def in_sample_pairs(model: Any, b: Rows) -> Tensor:  # rankNet: pairs of documents of one query
-    scores, wanted = model(b["sequence"])[..., 0], b["values"][..., 0]
-    return F.softplus(-(scores[:, :, None] - scores[:, None]) * (wanted[:, :, None] - wanted[:, None]).sign()).mean()
 
 def weighed_by_hand(model: Any, b: Rows) -> Tensor:  # a weighted mean
     loss = (model(b["x"]) - b["value"]).pow(2).mean(1)
@@ -117,21 +81,14 @@ def supcon_across(model: Any, b: Rows) -> Tensor:  # rows of one's own beside th
 
 EVERYDAY = [
     Program("two-tasks-by-sample", mlp, rows, tasks, accumulator=SEVERAL),
-    Program("sum-over-batch-size", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / b["x"].size(0)),
     Program("weighted-mean-by-hand", mlp, rows, weighed_by_hand, accumulator=COUNT),
     Program("crf", lambda: parts(net=mlp(), change=nn.Linear(CLASSES, CLASSES)), rows, crf),
     Program("smoothed-kl-over-tokens", Tagger, rows, smoothed_by_hand, accumulator=COUNT, big_step=COUNT),
     Program("smoothed-kl-counted", Tagger, rows, said),
     Program("soft-dtw", mlp, rows, soft_dtw),
-    Program("ranknet-within-queries", mlp, rows, in_sample_pairs),
-    Program("hypernetwork", lambda: parts(makes=mlp(6, 18)), rows, hypernetwork),
-    Program("inner-loop", lambda: nn.Linear(6, CLASSES), rows, inner_loop, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other-one-by-one", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP, cuts=(1, 1, 1, 1), micro_batch=1),
-    Program("vmap", mlp, rows, mapped),
     Program("slope-of-a-mean", mlp, rows, slope_of_a_mean, accumulator=refused(CoupledLoss, "sum"), big_step=refused(CoupledLoss, "sum")),
-    Program("ssim", segmenter, rows, ssim),
-    Program("perceptual", segmenter, rows, perceptual),
     Program("instance-norm-with-statistics", lambda: conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), buffers=False),
     Program("rmse-across", mlp, rows, rmse_across, accumulator=refused(CoupledLoss, "BigStep")),
     Program("supcon-across", mlp, rows, supcon_across, accumulator=refused(CoupledLoss, "BigStep")),

@@ -4,7 +4,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ S = Library("sentence_transformers.sentence_transformer.losses")
 AUDIO = Library("torchmetrics.functional.audio")
 COUPLED = refused(CoupledLoss, "across")
 TOLD = refused(LossError, "count")  # no graph says whose nodes an index adds up: counted(...) settles it
-REFUSED = refused(LossError, "across")
 METRIC_LEARNING, PYG, SENTENCES = "pytorch_metric_learning", "torch_geometric", "sentence_transformers"
 
 def proxies(name: str, kind: str, expected: Expected = EXACT, **settings: Any) -> Program:
@@ -47,19 +45,11 @@ class Encoder(nn.Module):
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:  # the embedding beside the features
         return {**features, "sentence_embedding": self.net(features["x"])}
 
-def sentence_loss(
-    name: str,
-    kind: str,
-    columns: tuple[str, ...],
-    label: str = "",
-    *,
-    expected: Expected = EXACT,
-    unseen: str = "",
-    **settings: Any,
-) -> Program:  # a loss of sentence-transformers over an encoder
+def sentence_loss(name: str, kind: str, columns: tuple[str, ...], label: str = "", *, expected: Expected = EXACT, unseen: str = "") -> Program:
+    """A loss of sentence-transformers over an encoder."""
 
     def loss(model: Any, b: Rows) -> Tensor:
-        criterion = getattr(S, kind)(model, **settings)
+        criterion = getattr(S, kind)(model)
         return criterion([{"x": b[column]} for column in columns], b[label] if label else None)
 
     return Program(f"sentence-{name}", Encoder, rows, loss, SENTENCES, accumulator=expected, big_step=expected, unseen=unseen)
@@ -76,30 +66,19 @@ def network(name: str, layer: str, pool: str = "global_mean_pool") -> Program:
 
     return Program(f"pyg-{name}", lambda: parts(first=convolution(layer, 6), second=convolution(layer, 8), head=nn.Linear(8, 1)), graphs, loss, PYG, collate=join_graphs)
 
-def all_pairs(pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Edges between all atoms of a molecule, with their lengths."""
-    source, target = ((batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool, device=pos.device)).nonzero(as_tuple=True)
-    return torch.stack([source, target]), (pos[source] - pos[target]).norm(dim=1)
-
-def schnet(model: Any, b: Rows) -> Tensor:  # an energy per molecule
-    return F.l1_loss(model(b["z"], b["pos"], b["batch"])[:, 0], b["y"])
-
 METRIC = [
     proxies("arcface", "ArcFaceLoss"),
-    proxies("soft-triple", "SoftTripleLoss"),
     proxies("proxy-anchor", "ProxyAnchorLoss", COUPLED),
     pairs("supcon", "SupConLoss"),
     pairs("triplet-with-miner", "TripletMarginLoss", miner="BatchHardMiner"),
     pairs("multi-similarity-with-miner", "MultiSimilarityLoss", miner="MultiSimilarityMiner"),
     sentence_loss("cosine-similarity", "CosineSimilarityLoss", ("x", "x2"), "binary"),
     sentence_loss("multiple-negatives", "MultipleNegativesRankingLoss", ("x", "x2"), expected=COUPLED),
-    sentence_loss("cosent", "CoSENTLoss", ("x", "x2"), "weight", expected=REFUSED),
     sentence_loss("online-contrastive", "OnlineContrastiveLoss", ("x", "x2"), "binary", unseen="coupled-samples"),
     Program("torchmetrics-si-sdr", lambda: mlp(64, 64), rows, lambda m, b: -AUDIO.scale_invariant_signal_distortion_ratio(m(b["wave"]), b["clean"]).mean(), "torchmetrics"),
     network("gcn", "GCNConv"),
     network("gin", "GINConv", "global_add_pool"),
     network("sage-max-pool", "SAGEConv", "global_max_pool"),
-    Program("pyg-schnet", lambda: G.SchNet(hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=6, cutoff=3.0, interaction_graph=all_pairs), graphs, schnet, PYG, collate=join_graphs, accumulator=TOLD, big_step=TOLD),
     Program("pyg-node-classification", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), PYG, collate=join_graphs, accumulator=TOLD, big_step=TOLD),
     Program("pyg-node-classification, told", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: counted(F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), len(b["tags"])), PYG, collate=join_graphs),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, rnn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError, SeveralCounts, UnreadableLoss
@@ -64,15 +64,6 @@ def factors() -> nn.Module:  # users and items as rows of parameters
 def liked(model: Any, user: Tensor, item: Tensor) -> Tensor:  # how much each user likes the item beside it
     return (model["user"][user] * model["item"][item]).sum(1)
 
-def written(model: Any, b: Rows) -> Tensor:  # a decoder that fills `outputs[:, t]` step by step
-    sequence = b["sequence"]
-    hidden = sequence.new_zeros(len(sequence), 8)
-    outputs = sequence.new_zeros(len(sequence), WIDTH, CLASSES)
-    for t in range(WIDTH):
-        hidden = model["cell"](sequence[:, t], hidden)
-        outputs[:, t] = model["head"](hidden)
-    return F.cross_entropy(outputs.transpose(1, 2), b["classes"])
-
 def experts() -> nn.Module:  # four of them, with a router, behind another layer
     return parts(first=nn.Linear(6, 6), router=nn.Linear(6, 4), experts=nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4)))
 
@@ -121,10 +112,6 @@ def per_token(model: Any, b: Rows) -> Tensor:  # cross-entropy of each token
 def log_chances(model: Any, b: Rows) -> Tensor:  # the logarithm of each token's probability
     return model(b["tokens"]).log_softmax(-1).gather(2, b["tokens"][..., None])[..., 0]
 
-def packed_sequences(model: Any, b: Rows) -> Tensor:  # the last state of packed sequences
-    packed = rnn.pack_padded_sequence(b["sequence"], b["lengths"].cpu(), batch_first=True, enforce_sorted=False)
-    return F.cross_entropy(model["head"](model["lstm"](packed)[1][0][0]), b["label"])
-
 def distillation(model: Any, b: Rows) -> Tensor:  # a teacher's soft answers beside the hard ones
     student = model["student"](b["x"])
     with torch.no_grad():
@@ -170,12 +157,9 @@ PLAIN = [
     Program("masked-mean-of-tokens", Tagger, rows, lambda m, b: masked(per_token(m, b), b["mask"]), accumulator=UNREADABLE),
     Program("lstm-language-model", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten(), ignore_index=-100), quick=True),
     Program("token-loss-with-z-loss", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()) + 1e-2 * m(b["tokens"]).logsumexp(-1).pow(2).mean(), accumulator=SEVERAL),
-    Program("packed-sequences", lambda: parts(lstm=nn.LSTM(6, 8, batch_first=True), head=nn.Linear(8, CLASSES)), rows, packed_sequences),
-    Program("decoder-that-fills-outputs", lambda: parts(cell=nn.GRUCell(6, 8), head=nn.Linear(8, CLASSES)), rows, written),
     Program("time-major-sum-over-time", mlp, rows, lambda m, b: F.mse_loss(m(b["sequence"].transpose(0, 1)), b["values"].transpose(0, 1), reduction="sum") / WIDTH, unseen="coupled-samples"),
     Program("transformer-encoder", lambda: parts(body=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), head=nn.Linear(6, CLASSES)), rows, lambda m, b: F.cross_entropy(m["head"](m["body"](b["sequence"], src_key_padding_mask=b["mask"] == 0)).mean(1), b["label"])),
     Program("ctc", lambda: mlp(6, CLASSES), rows, lambda m, b: F.ctc_loss(m(b["sequence"]).log_softmax(-1).transpose(0, 1), b["spelled"], b["lengths"] + 1, b["spelled_lengths"], zero_infinity=True)),
-    Program("adaptive-softmax", lambda: parts(net=mlp(6, 8), head=nn.AdaptiveLogSoftmaxWithLoss(8, 9, [3, 6], div_value=2.0)), rows, lambda m, b: m["head"](m["net"](b["x"]), b["user"]).loss),
     Program("ranking-over-rows-of-parameters", factors, rows, lambda m, b: -F.logsigmoid(liked(m, b["user"], b["item"]) - liked(m, b["user"], b["other"])).mean()),
     Program("vae-of-the-torch-examples", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, vae_by_sums),
     Program("vae-by-means", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, vae_by_means, quick=True),
@@ -186,7 +170,6 @@ PLAIN = [
     Program("mixture-of-experts-alone", experts, rows, lambda m, b: routed(m, b, behind=False), accumulator=refused(UnreadableLoss, "count"), big_step=refused(UnreadableLoss, "counted")),
     Program("mixture-of-experts-balanced", experts, rows, lambda m, b: routed(m, b, balanced=True), accumulator=COUPLED, big_step=refused(CoupledLoss, "across")),
     Program("batch-norm", lambda: conv(nn.BatchNorm2d(4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), accumulator=AWAKE, quick=True),
-    Program("group-norm", lambda: conv(nn.GroupNorm(2, 4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
     Program("ghost-batch-norm", lambda: nn.Sequential(nn.Linear(6, 8), Ghost(), nn.Linear(8, CLASSES)), rows, cross_entropy, accumulator=AWAKE, big_step=refused(LossError, "BatchNorm"), cuts=(4, 4, 4), micro_batch=4),
     Program("stateful-rnn", Remembering, rows, cross_entropy, unseen="state"),
     Program("spectral-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.spectral_norm(nn.Linear(8, CLASSES))).eval(), rows, cross_entropy),
