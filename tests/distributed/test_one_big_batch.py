@@ -203,11 +203,6 @@ def half_frozen() -> list[Any]:
     return [network]
 
 
-def in_low_precision(network: Any) -> nn.Module:
-    """Shard a model layer by layer, to compute in bf16."""
-    return parts_of(network, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-
-
 def one_model() -> list[Any]:
     """Return a model alone."""
     return [model()]
@@ -226,6 +221,7 @@ def two_models() -> list[Any]:
 
 RAGGED = [[3, 5, 2, 1, 4], [6, 1, 1]]
 hsdp = partial(shards, shape=(2, 2))
+in_low_precision = partial(parts_of, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 PROGRAMS: dict[str, Program] = {
     "heads in ddp": headed(MODELS["ddp, unused"], [[0], [1]], unused=True),
     "heads in turn": headed(shards, [[0, 1], [0, 1]]),

@@ -28,7 +28,7 @@ class Mover:
 
     def micro_batches(self, division: Division) -> Iterator[Any]:
         """Yield each group's samples where the model is."""
-        shared: dict[str, Tensor] = {}
+        kept: dict[str, Tensor | None] = dict.fromkeys(division.batch.shared)
         under_way: deque[torch.cuda.Event] = deque()
         for number in range(len(division)):
             micro_batch = division.micro_batch(number)
@@ -36,24 +36,22 @@ class Mover:
             if len(under_way) >= _AHEAD:
                 # The host may be many replays ahead, and each has inputs of its own: let some be used first.
                 under_way.popleft().synchronize()
-            yield self.moved(micro_batch, division.batch.shared, shared)
+            yield self.moved(micro_batch, kept)
             self.at = None
             if self._stream is not None:
                 under_way.append(torch.cuda.Event())
                 under_way[-1].record(torch.cuda.current_stream(self.device))
 
-    def moved(
-        self, micro_batch: Any, shared: frozenset[str] = frozenset(), kept: dict[str, Tensor] | None = None
-    ) -> Any:
-        """Return a micro-batch on the device; leaves that every micro-batch shares are moved once and kept."""
-        kept = {} if kept is None else kept
+    def moved(self, micro_batch: Any, kept: dict[str, Tensor | None] | None = None) -> Any:
+        """Return a micro-batch on the device; leaves at the paths in `kept`, which all share, are moved once."""
+        shared = kept or {}
 
         def move(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.device == self.device:
                 return leaf
-            found = kept[path] if path in kept else self._copied(leaf)
-            if path in shared:
-                kept[path] = found
+            if path not in shared:
+                return self._copied(leaf)
+            shared[path] = found = shared[path] if shared[path] is not None else self._copied(leaf)
             return found
 
         found = mapped(micro_batch, move)

@@ -121,9 +121,8 @@ def _refuse_overlap(
         or (wrappers and any(p.dtype in LOW_PRECISION for p in parameters.values()))
     ):
         raise ConfigurationError(
-            "overlap=True has a window's last backward reduce all gradients. It needs fully_shard, or "
-            "DistributedDataParallel of float32 or float64 parameters, without find_unused_parameters=True; and an "
-            "optimizer for every trainable parameter.",
+            "overlap=True needs an optimizer for every trainable parameter, and either fully_shard, or "
+            "DistributedDataParallel of float32 or float64 parameters without find_unused_parameters=True.",
             fix="Accumulator(...) without overlap=True: gradients still cross the wire once per update",
         )
 
@@ -159,9 +158,8 @@ def _warn_of_others(size: int) -> None:
     if size > 1:
         warnings.warn(
             f"this process is one of {size}, and nothing says that they train this model together: each would train "
-            "one of its own, on its own batches alone.\n"
-            "Use: torch.distributed.init_process_group(), then DistributedDataParallel(model) or fully_shard(model) "
-            "before the Accumulator or BigStep is made; or, without a wrapper, group=torch.distributed.group.WORLD "
-            "(for BigStep in Options(group=...)). To train apart on purpose, give a group of this process alone.",
+            "its own.\nUse: torch.distributed.init_process_group(), then DistributedDataParallel(model) or "
+            "fully_shard(model); or, without a wrapper, group=torch.distributed.group.WORLD (for BigStep in "
+            "Options(group=...)). To train apart on purpose, give a group of this process alone.",
             stacklevel=outside(),
         )

@@ -55,8 +55,8 @@ class Replicas(Ranks):
         """After a loop whose last batch had no backward: raise where DDP of others may wait inside of theirs."""
         if self.overlap:
             raise WindowError(
-                "the last batch of `over` had no accumulator.backward(loss) on this rank, and with overlap=True DDP of "
-                "other ranks may wait for it inside of theirs. Nothing was stepped.",
+                "the last batch of `over` had no accumulator.backward(loss) on this rank, and with overlap=True others "
+                "may wait for it inside of theirs. Nothing was stepped.",
                 fix="Accumulator(...) without overlap=True, or leave batches out before accumulator.over(loader)",
             )
 
@@ -64,8 +64,8 @@ class Replicas(Ranks):
         """Before a backward: raise where DDP would reduce in it by itself."""
         if not self._reduces and any(wrapper.require_backward_grad_sync for wrapper in self.wrappers):
             raise WindowDisturbed(
-                "DistributedDataParallel would reduce in this backward by itself: something has set "
-                "require_backward_grad_sync, as the end of a no_sync() does. Nothing was added.",
+                "DistributedDataParallel would reduce in this backward: its flag require_backward_grad_sync was set, "
+                "as by the end of a no_sync(). Nothing was added.",
                 fix="the loop without no_sync(): DDP is kept quiet while this accumulator lives",
             )
         super().check_loss(dtype)
