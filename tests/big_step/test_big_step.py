@@ -236,18 +236,6 @@ def test_several_counts_are_counted_in_a_pass_of_their_own_from_the_first_that_s
     assert isinstance(update.count, tuple)
 
 
-def test_counts_that_cannot_be_weighed_apart_are_refused() -> None:
-    """What no pass of counting helps is told as it is, and nothing was changed."""
-    case = next(each for each in SEVERAL if each.name == "masked+mean")
-    model = case.model().bfloat16()
-    batch = {name: leaf.bfloat16() if leaf.is_floating_point() else leaf for name, leaf in case.batch(5, 0).items()}
-    before = weights(model)
-    with pytest.raises(SeveralCounts, match=r"a torch\.bfloat16 loss would round them"):
-        BigStep(model, sgd(trained(model)), case.loss, micro_batch_size=2)(batch)
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
-    assert all(p.grad is None for p in trained(model))
-
-
 # What else an update does.
 
 
@@ -261,6 +249,13 @@ def test_what_is_skipped_changes_nothing() -> None:
     batch = MASKED.batch(5, 0)
     assert step({**batch, "partly": torch.full_like(batch["partly"], -100)}).skipped
     assert step({**batch, "x": torch.where(torch.arange(5)[:, None] == 0, math.nan, batch["x"])}).skipped
+    assert step.gradients({**batch, "partly": torch.full_like(batch["partly"], -100)}).skipped
+    assert all(p.grad is None for p in model.parameters())
+    remove = step.before_step(lambda: [p.grad.zero_() for p in model.parameters() if p.grad is not None] and None)
+    assert not step.gradients(batch).skipped
+    assert not any(p.grad.any() for p in trained(model) if p.grad is not None)  # a hook may change it
+    remove()
+    optimizer.zero_grad()
     assert scheduler.last_epoch == 0
     assert not step(batch).skipped
     assert scheduler.last_epoch == 1
@@ -270,7 +265,7 @@ def test_what_is_skipped_changes_nothing() -> None:
 
 
 def test_two_models_and_two_optimizers_are_one_window() -> None:
-    """One global norm, and no gradient for a third model."""
+    """One global norm, seen by hooks before it is clipped, until they are removed; no gradient for a third model."""
     models, twins, other = (mlp()(), mlp()()), (mlp()(), mlp()()), mlp()()
     with torch.no_grad():
         for pair in (models, twins):
@@ -279,37 +274,34 @@ def test_two_models_and_two_optimizers_are_one_window() -> None:
     def loss_fn(pair: Any, batch: Batch) -> Tensor:
         return (pair[0](batch["x"]) * pair[1](batch["x2"]) * other(batch["x3"])).pow(2).mean()
 
-    batch = rows(7, 0)
-    ours = [
-        torch.optim.SGD(models[0].parameters(), lr=0.1),
-        torch.optim.AdamW(models[1].parameters(), lr=0.1, eps=1e-3),
-    ]
-    update = BigStep(models, ours, loss_fn, micro_batch_size=3, clip_norm=0.01)(batch)
-    loss_fn(twins, batch).backward()
-    parameters = [p for twin in twins for p in twin.parameters()]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.01)
-    torch.optim.SGD(twins[0].parameters(), lr=0.1).step()
-    torch.optim.AdamW(twins[1].parameters(), lr=0.1, eps=1e-3).step()
+    def optimizers(pair: Any) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD(pair[0].parameters(), lr=0.1),
+            torch.optim.AdamW(pair[1].parameters(), lr=0.1, eps=1e-3),
+        ]
+
+    parameters, seen = [p for twin in twins for p in twin.parameters()], list[list[Tensor]]()
+    step = BigStep(models, optimizers(models), loss_fn, micro_batch_size=3, clip_norm=0.01)
+    remove = step.before_step(
+        lambda: seen.append([p.grad.clone() for model in models for p in model.parameters() if p.grad is not None])
+    )
+    plain = optimizers(twins)
+    for n in range(2):
+        update = step(rows(7, n))
+        remove()
+        loss_fn(twins, rows(7, n)).backward()
+        if not n:
+            assert distance(seen[0], [p.grad for p in parameters if p.grad is not None]) <= 1e-12
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+        for optimizer in plain:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert update.grad_norm is not None
+        assert abs(float(update.grad_norm) - float(norm)) <= 1e-12
+        assert all(p.grad is None for p in models[0].parameters())
+    assert len(seen) == 1
     for mine, true in zip(models, twins, strict=True):
         assert distance(weights(mine), weights(true)) <= 1e-12
-    assert update.grad_norm is not None
-    assert abs(float(update.grad_norm) - float(norm)) <= 1e-12
-    assert all(p.grad is None or bool((p.grad == 0).all()) for p in models[0].parameters())
-
-
-def test_hooks_see_the_big_batchs_gradient() -> None:
-    """Corrected, not yet clipped; and removed when asked."""
-    model, twin = MASKED.model(), MASKED.model()
-    batch = MASKED.batch(7, 0)
-    step = BigStep(model, sgd(trained(model)), MASKED.loss, micro_batch_size=2, clip_norm=1e-3)
-    seen: list[list[Tensor]] = []
-    remove = step.before_step(lambda: seen.append([p.grad.clone() for p in trained(model) if p.grad is not None]))
-    step(batch)
-    remove()
-    step(batch)
-    MASKED.loss(twin, batch).backward()
-    assert len(seen) == 1
-    assert distance(seen[0], [p.grad for p in trained(twin) if p.grad is not None]) <= 1e-12
 
 
 # A list of samples.
@@ -441,6 +433,11 @@ def changing(m: Any, batch: Batch) -> Tensor:
     return loss + F.mse_loss(m(batch["x"]), batch["value"]) if len(batch["x"]) == 2 else loss
 
 
+def rounded(m: Any, batch: Batch) -> Tensor:
+    """Two counts in one number of low precision."""
+    return F.cross_entropy(m(batch["x"]), batch["partly"]).bfloat16() + m(batch["x"]).square().mean().bfloat16()
+
+
 def extra(m: Any, batch: Batch) -> Any:
     """Extras have other structures in each micro-batch."""
     out = m(batch["x"])
@@ -456,6 +453,7 @@ def extra(m: Any, batch: Batch) -> Any:
         (lambda m, b: m(b["x"]).detach().mean(), LossError, "no graph"),
         (lambda m, b: m(b["x"]).sum() / 3, LossError, r"return counted\(loss, n\)"),
         (lambda m, b: m(b["x"]).square().mean().sqrt(), LossError, r"return counted\(loss, n\)"),
+        (rounded, SeveralCounts, r"a torch\.bfloat16 loss would round them"),
         (changing, LossError, "changes within a batch|changed within a window|another number of terms"),
         (extra, ConfigurationError, r"differ in structure.*Got .*Tensor"),
     ],
@@ -534,13 +532,11 @@ def test_states_that_do_not_fit(state_dict: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [Options(), Options(lengths="attention_mask"), Options(cuda_graph=True)],
-    ids=lambda value: str(value)[:30],
+    ("size", "options"),
+    [("auto", Options()), (8, Options(lengths="attention_mask")), (8, Options(cuda_graph=True))],
 )
-def test_what_shards_cannot_have_is_named(options: Options) -> None:
+def test_what_shards_cannot_have_is_named(size: Any, options: Options) -> None:
     """With what to type in its place."""
-    size = "auto" if options == Options() else 8
     with pytest.raises(ConfigurationError, match="Use: BigStep"):
         checked_size(size, options, torch.device("cuda"), sharded=True)
     assert checked_size(8, Options(), torch.device("cpu"), sharded=True) == 8
@@ -653,21 +649,10 @@ def test_a_step_that_is_dropped_is_gone(norm: bool) -> None:
         gc.enable()
 
 
-SCRIPT = """
-import torch
-from bigbatch import Accumulator
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-accumulator = Accumulator(model, optimizer, steps=1, scheduler=scheduler)
-for _ in range(2):
-    accumulator.backward(model(torch.ones(3, 2)).mean())
-    scheduler.step()
-"""
-
-
 def test_a_warning_points_to_the_line_of_a_script() -> None:
     """It has no package: finding the line to blame must not fail there."""
-    with pytest.warns(UserWarning, match="scheduler") as caught:
-        exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - as Python runs it
+    mixed = lambda m, b: m(b["x"] + 0.3 * b["x"][torch.randperm(len(b["x"]))]).square().mean()  # noqa: E731
+    named = {"__name__": "__main__", "step": step_on(mlp()(), mixed), "batch": rows(8, 0)}
+    with pytest.warns(UserWarning, match="cannot be drawn again") as caught:
+        exec(compile("step(batch)", "script.py", "exec"), named)  # noqa: S102 - as Python runs it
     assert caught[0].filename == "script.py"

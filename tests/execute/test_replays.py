@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options, across
 from bigbatch.batch.batch import Batch as Cut
 from bigbatch.batch.split import Division
+from bigbatch.errors import WindowDisturbed
 from bigbatch.execute.execution import Execution, remedy
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.graph_replay import Limits, Replayed
@@ -148,9 +149,9 @@ class Twins:
         **options: Any,
     ) -> None:
         self.mine, self.true, self.loss = model.double(), copy.deepcopy(model).double(), loss
-        self._optimizers = self._sgd(self.mine), self._sgd(self.true)
+        self.optimizers = self._sgd(self.mine), self._sgd(self.true)
         self.step = BigStep(
-            self.mine, self._optimizers[0], loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
+            self.mine, self.optimizers[0], loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
         )
         self.graphs = replays(self.step, patch)
 
@@ -160,7 +161,7 @@ class Twins:
 
     def change(self, change: Callable[[Any], object]) -> None:
         """Change both models, and have the optimizers train the parameters that these have then."""
-        for optimizer, model in zip(self._optimizers, (self.mine, self.true), strict=True):
+        for optimizer, model in zip(self.optimizers, (self.mine, self.true), strict=True):
             with torch.no_grad():
                 change(model)
             optimizer.param_groups[0]["params"] = list(model.parameters())
@@ -173,8 +174,8 @@ class Twins:
         assert abs(float(found.loss) - loss.item()) < 1e-12
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in self.true.parameters() if p.requires_grad], 1.0)
-        self._optimizers[1].step()
-        self._optimizers[1].zero_grad()
+        self.optimizers[1].step()
+        self.optimizers[1].zero_grad()
         mine, true = (list(model.state_dict().values()) for model in (self.mine, self.true))
         for one, other in zip(mine, true, strict=True):
             assert distance([one.double()], [other.double()], 1e-3) < 1e-12
@@ -295,6 +296,35 @@ def test_what_an_update_tells_is_its_own(kind: str, monkeypatch: pytest.MonkeyPa
     for update, loss, count, extras in kept:
         assert (float(update.loss), float(update.count)) == (loss, count)
         assert torch.equal(update.extras, extras)
+
+
+@pytest.mark.parametrize("case", ["micro-steps", "windows", "pairs"])
+def test_a_gradient_is_the_callers_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gradients(batch)` leaves the big batch's, unclipped, and the rest to its caller; the next replay writes elsewhere."""
+    make, kind = (pairs if case == "pairs" else images), KINDS.get(case, whole_emulated)
+    model = Towers() if case == "pairs" else Net(norms=case == "windows")
+    twins = Twins(model, contrasted if case == "pairs" else classified, monkeypatch, kind, activations="keep")
+    kept: list[tuple[Tensor, Tensor]] = []
+    for seed in range(5):
+        batch, before = make(11, seed), weights(twins.mine)
+        update = twins.step.gradients(batch)
+        loss = twins.loss(twins.true, batch)
+        loss.backward()
+        assert (update.micro_batches, update.skipped) == (4, False)
+        assert abs(float(update.loss) - loss.item()) < 1e-12
+        assert all(map(torch.equal, weights(twins.mine), before))
+        for mine, true in zip(twins.mine.parameters(), twins.true.parameters(), strict=True):
+            assert (mine.grad is None) == (true.grad is None)
+            if mine.grad is not None and true.grad is not None:
+                assert distance([mine.grad], [true.grad], 1e-2) < 1e-12
+                kept.append((mine.grad, mine.grad.clone()))
+        with pytest.raises(WindowDisturbed, match="before the window's first backward"):
+            twins.step.gradients(batch)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert twins.graphs.replays
+    assert all(torch.equal(*each) for each in kept)
 
 
 def test_low_precision_weights_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

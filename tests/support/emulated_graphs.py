@@ -146,12 +146,12 @@ def whole_emulated(step: BigStep, patch: Any) -> Replayed:
 
 def emulated(step: BigStep, patch: Any) -> Replayed:
     """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
-    step._options = step._divider._options = replace(step._options, cuda_graph=True)
     return _emulated(step, patch, "steps", ReplayedSteps, graph_steps=True)
 
 
 def _emulated(step: Any, patch: Any, name: str, kind: Any, **execution: bool) -> Replayed:
     _as_on_a_device(patch)
+    step._options = step._divider._options = replace(step._options, cuda_graph=True)
     runner = step._runner
     setattr(runner, name, kind(runner._models, torch.device("cpu"), runner._stepper))
     step._execution = replace(step._execution, **execution)
