@@ -1,3 +1,4 @@
+# ruff: noqa: D102
 """A model with every kind of state that a forward may change, and failures at every point of a window."""
 
 import random
@@ -69,13 +70,11 @@ class Fuse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bomb: Bomb) -> Tensor:
-        """Remember the bomb."""
         ctx.bomb, ctx.samples = bomb, len(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Go by it."""
         ctx.bomb.pass_by("backward", ctx.samples)
         return gradients[0], None
 
@@ -106,7 +105,6 @@ class Restless(nn.Module):
         self.last.weight.register_hook(lambda _: self.bomb.pass_by("parameter hook", self.samples))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 3) → (n, 4)."""
         self.samples = len(x)
         hidden = Fuse.apply(torch.tanh(self.first(x)), self.bomb) * self.table  # type: ignore[no-untyped-call]
         samples = len(x)

@@ -1,4 +1,4 @@
-# ruff: noqa: E501, PLC3002  (a row of a table is a line)
+# ruff: noqa: D102, E501, PLC3002  (a row of a table is a line)
 # fmt: off
 """Every loss that must be read from its graph alone, those that need their counts, and those that may go either way.
 
@@ -84,27 +84,22 @@ def _ctc(model: nn.Module, batch: Batch, reduction: str, *, zero_infinity: bool 
     return F.ctc_loss(scores, batch["ctc"], batch["ctc_inputs"], batch["ctc_lengths"], reduction=reduction, zero_infinity=zero_infinity)
 
 
+# Losses of an output and one target, whose mean is over the target's elements or over its rows.
+DIRECT: dict[str, tuple[Callable[..., Tensor], str, int]] = {
+    "mse": (F.mse_loss, "value", CLASSES), "l1": (F.l1_loss, "value", CLASSES), "smooth_l1": (F.smooth_l1_loss, "value", CLASSES), "huber": (functools.partial(F.huber_loss, delta=0.7), "value", CLASSES),
+    "bce": (lambda out, y, **how: F.binary_cross_entropy(out.sigmoid(), y, **how), "unit", CLASSES), "bce_with_logits": (F.binary_cross_entropy_with_logits, "unit", CLASSES),
+    "bce_with_logits-pos_weight": (functools.partial(F.binary_cross_entropy_with_logits, pos_weight=WEIGHT), "unit", CLASSES), "poisson_nll": (F.poisson_nll_loss, "events", CLASSES),
+    "kl_div": (lambda out, y, **how: F.kl_div(out.log_softmax(1), y, **how), "probs", CLASSES), "soft_margin": (F.soft_margin_loss, "signs", CLASSES), "multi_margin": (F.multi_margin_loss, "label", 1),
+    "multilabel_margin": (F.multilabel_margin_loss, "many", 1), "multilabel_soft_margin": (F.multilabel_soft_margin_loss, "binary", 1), "nll": (lambda out, y, **how: F.nll_loss(out.log_softmax(1), y, **how), "label", 1),
+}
 # name: (loss given the model, the batch and a reduction; its count when the reduction is a mean)
-PAIRWISE: dict[str, tuple[Callable[[Any, Batch, str], Tensor], Callable[[Batch], float]]] = {
-    "mse": (lambda m, b, r: F.mse_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
-    "l1": (lambda m, b, r: F.l1_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
-    "smooth_l1": (lambda m, b, r: F.smooth_l1_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
-    "huber": (lambda m, b, r: F.huber_loss(m(b["x"]), b["value"], reduction=r, delta=0.7), lambda b: b["value"].numel()),
-    "bce": (lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["unit"], reduction=r), lambda b: b["unit"].numel()),
-    "bce_with_logits": (lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], reduction=r), lambda b: b["unit"].numel()),
-    "bce_with_logits-pos_weight": (lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], pos_weight=WEIGHT, reduction=r), lambda b: b["unit"].numel()),
-    "kl_div": (lambda m, b, r: F.kl_div(_log_probs(m, b), b["probs"], reduction=r), lambda b: b["probs"].numel()),
-    "poisson_nll": (lambda m, b, r: F.poisson_nll_loss(m(b["x"]), b["events"], reduction=r), lambda b: b["events"].numel()),
+PAIRWISE: dict[str, tuple[Any, Callable[[Batch], float]]] = {
+    **{name: (lambda m, b, r, f=f, y=y: f(m(b["x"]), b[y], reduction=r), functools.partial(lambda each, b: each * len(b["x"]), each)) for name, (f, y, each) in DIRECT.items()},
     "gaussian_nll": (lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], F.softplus(m(b["x2"])), reduction=r), lambda b: b["value"].numel()),
-    "soft_margin": (lambda m, b, r: F.soft_margin_loss(m(b["x"]), b["signs"], reduction=r), lambda b: b["signs"].numel()),
     "margin_ranking": (lambda m, b, r: F.margin_ranking_loss(*twice(m, b), b["signs"], margin=0.2, reduction=r), lambda b: b["signs"].numel()),
     "cosine_embedding": (lambda m, b, r: F.cosine_embedding_loss(*twice(m, b), b["sign"], margin=0.1, reduction=r), lambda b: len(b["sign"])),
     "triplet_margin": (lambda m, b, r: F.triplet_margin_loss(*_thrice(m, b), reduction=r), lambda b: len(b["x"])),
     "triplet_margin-distance": (lambda m, b, r: F.triplet_margin_with_distance_loss(*_thrice(m, b), reduction=r), lambda b: len(b["x"])),
-    "multi_margin": (lambda m, b, r: F.multi_margin_loss(m(b["x"]), b["label"], reduction=r), lambda b: len(b["x"])),
-    "multilabel_margin": (lambda m, b, r: F.multilabel_margin_loss(m(b["x"]), b["many"], reduction=r), lambda b: len(b["x"])),
-    "multilabel_soft_margin": (lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], reduction=r), lambda b: len(b["x"])),
-    "nll": (lambda m, b, r: F.nll_loss(_log_probs(m, b), b["label"], reduction=r), lambda b: len(b["x"])),
     "nll-ignored": (lambda m, b, r: F.nll_loss(_log_probs(m, b), b["partly"], reduction=r), lambda b: int((b["partly"] != -100).sum())),
     "nll-ignore_index": (lambda m, b, r: F.nll_loss(_log_probs(m, b), b["label"], ignore_index=2, reduction=r), lambda b: int((b["label"] != 2).sum())),
 }
@@ -145,10 +140,6 @@ def _rewards_chunk(model: nn.Module, batch: Batch) -> Tensor:
 def _rewards_of_calls(model: nn.Module, batch: Batch) -> Tensor:
     return torch.cat(twice(model, batch)).view(2, -1)
 
-def _rewards_viewed(model: nn.Module, batch: Batch) -> Tensor:
-    rewards = _rewards_of_calls(model, batch)
-    return -F.logsigmoid(rewards[0] - rewards[1]).mean()
-
 def _policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
     log_prob = _log_probs(model, batch).gather(1, batch["label"][:, None]).squeeze(1)
     ratio = (log_prob - batch["probs"].log().gather(1, batch["label"][:, None]).squeeze(1)).exp()
@@ -157,7 +148,7 @@ def _policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
 
 PREFERENCES = [
     Loss("reward-chunk", mlp(1), rows, _rewards_chunk),
-    Loss("reward-calls-viewed", mlp(1), rows, _rewards_viewed, smallest=2),
+    Loss("reward-calls-viewed", mlp(1), rows, lambda m, b: -F.logsigmoid((r := _rewards_of_calls(m, b))[0] - r[1]).mean(), smallest=2),
     Loss("reward-calls-compared", mlp(1), rows, lambda m, b: -_rewards_of_calls(m, b).log_softmax(0)[0].mean(), smallest=2),
     Loss("dpo-two-calls", seeded(Tokens), sequences, _dpo_two_calls),
     Loss("dpo-one-call", seeded(Tokens), sequences, _dpo_one_call),
@@ -210,15 +201,10 @@ class Grid(nn.Module):
         self.layer = nn.Linear(3, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 3) → (n, 3, 4)."""
         return self.layer(x).view(-1, 3, 4)
 
 def _grid_of(batch: Batch) -> Tensor:
     return batch["x2"][:, :, None] * batch["value"][:, None]
-
-def _covariance(model: nn.Module, batch: Batch) -> Tensor:
-    out = model(batch["x"])
-    return out @ out.mT + torch.eye(3, dtype=torch.float64)
 
 def _arc_margin(model: nn.Module, batch: Batch) -> Tensor:
     cosine = model(batch["x"]).tanh()
@@ -282,7 +268,7 @@ TAILS = [
     Loss("product-with-own-targets", seeded(Grid), rows, lambda m, b: (m(b["x"]) @ _grid_of(b).mT).tanh().mean(), smallest=2),
     Loss("einsum-with-targets", mlp(), rows, lambda m, b: torch.einsum("bi,bi->b", m(b["x"]), b["value"]).tanh().mean(), smallest=2),
     Loss("spectrogram", seeded(Grid), rows, lambda m, b: torch.stft(m(b["x"]).flatten(1), 8, window=torch.ones(8).double(), return_complex=True).abs().mean(), smallest=2),
-    Loss("multivariate-normal", seeded(Grid), rows, lambda m, b: -torch.distributions.MultivariateNormal(m(b["x"])[:, 0, :3], _covariance(m, b)).log_prob(b["x2"]).mean(), smallest=2),
+    Loss("multivariate-normal", seeded(Grid), rows, lambda m, b: -torch.distributions.MultivariateNormal((out := m(b["x"]))[:, 0, :3], out @ out.mT + torch.eye(3).double()).log_prob(b["x2"]).mean(), smallest=2),
     Loss("put-back-by-a-mask", mlp(), rows, lambda m, b: (lambda out, mask: torch.zeros_like(out).index_put((mask,), out[mask] * 2).square().mean())(m(b["x"])[:, 0], b["scalar"] > -9)),
     Loss("arc-margin-by-index", mlp(), rows, _arc_margin),
     Loss("arc-margin-by-mask", mlp(3), rows, _arc_margin_by_mask, smallest=4),
@@ -303,9 +289,6 @@ def two_heads(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     out = model(batch["x"])
     return F.cross_entropy(out, batch["label"]), F.mse_loss(out, batch["value"])
 
-def _weighed(model: nn.Module, batch: Batch) -> Tensor:
-    return (torch.stack(two_heads(model, batch)) * torch.tensor([0.3, 0.7], dtype=torch.float64)).sum()
-
 def _uncertainty(model: Any, batch: Batch) -> Tensor:
     ce, mse = two_heads(model, batch)
     return (-model.s).exp() * ce + model.s + 0.5 * (-model.t).exp() * mse + 0.5 * model.t
@@ -320,7 +303,7 @@ SUMS_OF_TERMS = [
     Loss("factors-nested", mlp(), rows, lambda m, b: -0.5 * ((two_heads(m, b)[0] / 2 - 3 * two_heads(m, b)[1]) * 0.1)),
     Loss("steps-unrolled", mlp(), sequences, lambda m, b: _total([F.cross_entropy(m(b["x"][:, t]), b["tokens"][:, t]) for t in range(STEPS)]) / STEPS),
     Loss("stack-mean", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).mean()),
-    Loss("stack-weighed", mlp(), rows, _weighed),
+    Loss("stack-weighed", mlp(), rows, lambda m, b: (torch.stack(two_heads(m, b)) * torch.tensor([0.3, 0.7], dtype=torch.float64)).sum()),
     Loss("cat-sum", mlp(), rows, lambda m, b: torch.cat([t.view(1) for t in two_heads(m, b)]).sum()),
     Loss("uncertainty-one-term", seeded(Tempered), rows, lambda m, b: (-m.s).exp() * squares(m, b).mean() + m.s),
     Loss("uncertainty-two-terms", seeded(Tempered), rows, _uncertainty),
@@ -329,10 +312,6 @@ SUMS_OF_TERMS = [
 
 
 # Regularisers: parameters alone, counted once per window.
-
-def l1(model: nn.Module) -> Tensor:
-    """Sum of absolute values over all parameters."""
-    return sum((p.abs().sum() for p in model.parameters()), torch.zeros((), dtype=torch.float64))
 
 def l2(model: nn.Module) -> Tensor:
     """Sum of squares over all parameters."""
@@ -355,11 +334,8 @@ def regularised() -> Iterator[Loss]:
         "ignored": lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]),
     }
 
-    def added(main: Function, term: Callable[[nn.Module], Tensor]) -> Function:
-        return lambda m, b: main(m, b) + term(m)
-
     for (kind, main), (name, term) in itertools.product(data.items(), REGULARISERS.items()):
-        yield Loss(f"{kind}+{name}", mlp(), rows, added(main, term), told=kind != "sum")
+        yield Loss(f"{kind}+{name}", mlp(), rows, functools.partial(lambda main, term, m, b: main(m, b) + term(m), main, term), told=kind != "sum")
     yield Loss("term-first", mlp(), rows, lambda m, b: l2(m) + squares(m, b).mean())
     yield Loss("term-subtracted", mlp(), rows, lambda m, b: squares(m, b).mean() - 0.7 * next(m.parameters()).norm())
 
@@ -378,15 +354,7 @@ def _r1(model: nn.Module, batch: Batch) -> Tensor:
     return F.softplus(-out).mean() + 5 * slope.pow(2).sum(1).mean()
 
 def _lora() -> nn.Module:
-    body = nn.Sequential(
-        nn.Linear(3, 6),
-        nn.Linear(6, 2, bias=False),
-        nn.Linear(2, 6, bias=False),
-        nn.LayerNorm(6),
-        nn.GELU(),
-        nn.Dropout(0.0),
-        nn.Linear(6, CLASSES),
-    )
+    body = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False), nn.LayerNorm(6), nn.GELU(), nn.Dropout(0.0), nn.Linear(6, CLASSES))
     for index in (0, 3, 6):
         body[index].requires_grad_(requires_grad=False)
     return body
@@ -403,7 +371,6 @@ class Computed(nn.Module):
         self.w = nn.Parameter(torch.randn(CLASSES, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         return F.linear(self.body(x).tanh(), self.weight(self.w))
 
 class Merged(nn.Module):
@@ -415,7 +382,6 @@ class Merged(nn.Module):
         self.a, self.b = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(CLASSES, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         return F.linear(self.body(x).tanh(), self.head.weight + 0.5 * self.b @ self.a, self.head.bias)
 
 class Adapted(Merged):
@@ -427,7 +393,6 @@ class Adapted(Merged):
         self.size, self.sized = nn.Parameter(torch.ones(CLASSES)), sized
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         weight = self.head.weight + 0.5 * self.b @ self.a
         if self.sized:
             weight = self.size[:, None] * weight / weight.norm(dim=1, keepdim=True)
@@ -438,13 +403,11 @@ class Sign(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        """Their signs."""
         del ctx
         return weight.sign()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """As if nothing had been done."""
         del ctx
         return gradients[0]
 
@@ -469,7 +432,6 @@ class Factors(nn.Module):
         self.bias = nn.Parameter(torch.randn(CLASSES))
 
     def forward(self, user: Tensor, thing: Tensor) -> Tensor:
-        """How much each user likes a thing."""
         return (self.users[user] * self.things[thing]).sum(1) + self.bias[thing]
 
 def _bpr(model: nn.Module, batch: Batch) -> Tensor:
@@ -486,10 +448,7 @@ MODELS = [
     Loss("frozen-batch-norm", seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"])),
     Loss("lora", seeded(_lora), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("frozen-head", seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4).requires_grad_(requires_grad=False))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
-    *(
-        Loss(f"{name}-head", seeded(make), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]))
-        for name, make in HEADS.items()
-    ),
+    *(Loss(f"{name}-head", seeded(make), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])) for name, make in HEADS.items()),
     Loss("merged-lora-head", seeded(Merged), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("distances-to-computed", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: torch.cdist(m.body(b["x"]), m.w.tanh()).amin(1).mean()),
     Loss("factors", seeded(Factors), rows, lambda m, b: (m(b["label"], b["many"][:, 0]) - b["scalar"]).square().mean(), count=lambda b: len(b["x"])),
@@ -508,16 +467,7 @@ HALVES = [  # of sums: the sizes may be those of features, and either divisor ma
     Loss("heads-of-a-stack", mlp(), rows, lambda m, b: torch.stack([F.cross_entropy(p, b["label"]) for p in torch.stack([m(b["x"]), m(b["x2"])])]).sum()),
 ]
 
-READABLE: list[Loss] = [
-    *HALVES,
-    *cross_entropies(),
-    *torch_losses(),
-    *PREFERENCES,
-    *TAILS,
-    *SUMS_OF_TERMS,
-    *regularised(),
-    *MODELS,
-]
+READABLE: list[Loss] = [*HALVES, *cross_entropies(), *torch_losses(), *PREFERENCES, *TAILS, *SUMS_OF_TERMS, *regularised(), *MODELS]
 
 
 # Terms whose counts are in no constant ratio: their totals must be known in advance.
@@ -540,20 +490,8 @@ SEVERAL = [
     Loss("masked+mean", mlp(), sequences, masked_and_mean, counts=lambda b: (kept(b), b["value"].numel())),
     Loss("masked+mean+once", mlp(), sequences, lambda m, b: masked_and_mean(m, b) + 0.1 * l2(m), counts=lambda b: (kept(b), b["value"].numel())),
     Loss("two-maskings", mlp(), rows, _two_maskings, counts=lambda b: (int((b["partly"] != -100).sum()), int((b["label"] != 0).sum()))),
-    Loss(
-        "weighted+mean",
-        mlp(),
-        rows,
-        lambda m, b: F.cross_entropy(m(b["x"]), b["label"], weight=WEIGHT) + m(b["x"]).pow(2).mean(),
-        counts=lambda b: (float(WEIGHT[b["label"]].sum()), b["value"].numel()),
-    ),
-    Loss(
-        "masked-selection+per-sequence",
-        mlp(),
-        sequences,
-        lambda m, b: squares(m, b)[b["mask"]].mean() + _masked_mean_per_sequence(m, b),
-        counts=lambda b: (CLASSES * int(b["mask"].sum()), len(b["x"])),
-    ),
+    Loss("weighted+mean", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], weight=WEIGHT) + m(b["x"]).pow(2).mean(), counts=lambda b: (float(WEIGHT[b["label"]].sum()), b["value"].numel())),
+    Loss("masked-selection+per-sequence", mlp(), sequences, lambda m, b: squares(m, b)[b["mask"]].mean() + _masked_mean_per_sequence(m, b), counts=lambda b: (CLASSES * int(b["mask"].sum()), len(b["x"]))),
     Loss("stacked", mlp(), sequences, lambda m, b: torch.stack([_masked_tokens(m, b), squares(m, b).mean()]).mean(), counts=lambda b: (int(b["mask"].sum()), b["value"].numel())),
 ]
 
@@ -590,14 +528,7 @@ EITHER = [
 
 # With micro-batches all of one size these are, node for node, other losses that must be read: a size cannot be told from a
 # constant factor, a list of samples from a list of terms. Only uneven micro-batches show what they are.
-AMBIGUOUS_WHEN_EVEN = {
-    "list-sum",
-    "mean-times-size",
-    "mean-over-size-tensor",
-    "sum-over-one",
-    "sum-over-four",
-    "first-sample-only",
-}
+AMBIGUOUS_WHEN_EVEN = {"list-sum", "mean-times-size", "mean-over-size-tensor", "sum-over-one", "sum-over-four", "first-sample-only"}
 
 
 SPLIT = (4, 4, 2, 1)  # the micro-batches that every row is tried with

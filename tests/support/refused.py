@@ -1,4 +1,4 @@
-# ruff: noqa: E501, PLC3002  (a row of a table is a line)
+# ruff: noqa: D102, E501, PLC3002  (a row of a table is a line)
 # fmt: off
 """Every loss that must be refused, with the error it must raise and the operation that the error must name.
 
@@ -52,13 +52,11 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x²."""
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """2 x."""
         (x,) = ctx.saved_tensors
         return 2 * x * grads[0]
 
@@ -189,17 +187,7 @@ COUPLED = [
 
 # With one sample per micro-batch these are, node for node, losses that keep samples apart: `x.view(1, -1)` is
 # `x.flatten(1)`, two rows less each other are a pair, and `einsum` squeezes a dimension of one away.
-INVISIBLE_ALONE = {
-    "softmax-of-reshaped",
-    "info-nce-einsum",
-    "calls-chunked-and-shuffled",
-    "calls-viewed-and-centred",
-    "calls-interleaved",
-    "shuffled-and-paired",
-    "steps-against-detached-samples",
-    "all-against-the-first",
-    "mse-of-columns-against-rows",
-}
+INVISIBLE_ALONE = {"softmax-of-reshaped", "info-nce-einsum", "calls-chunked-and-shuffled", "calls-viewed-and-centred", "calls-interleaved", "shuffled-and-paired", "steps-against-detached-samples", "all-against-the-first", "mse-of-columns-against-rows"}
 
 
 # What the error's advice turns unreadable losses into.

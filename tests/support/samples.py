@@ -1,3 +1,4 @@
+# ruff: noqa: D102
 """What the tables of losses are made of: tiny models in float64, and data for any number of samples."""
 
 import functools
@@ -155,7 +156,6 @@ class Line(nn.Module):
         self.b = nn.Parameter(torch.randn(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return w · x + b, element by element."""
         return self.w * x + self.b
 
 
@@ -169,7 +169,6 @@ class Tempered(nn.Module):
         self.t = nn.Parameter(torch.tensor(-0.2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The encoder alone."""
         return self.body(x)
 
 
@@ -181,7 +180,6 @@ class Recurrent(nn.Module):
         self.rnn = kind(3, CLASSES, batch_first=batch_first)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All hidden states of the last layer."""
         return self.rnn(x)[0]
 
 
@@ -198,7 +196,6 @@ class Attention(nn.Module):
             self.norm.requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, steps, 3) → (n, steps, 4)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(self.norm(mixed.transpose(1, 2).flatten(2)))
@@ -219,6 +216,5 @@ class Tokens(nn.Module):
             self.head.requires_grad_(requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token from the mean of those so far."""
         past = self.embedding(tokens).cumsum(1) / torch.arange(1, tokens.shape[1] + 1)[:, None]
         return self.head(torch.tanh(self.mix(past)))

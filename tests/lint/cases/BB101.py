@@ -17,10 +17,3 @@ for update in range(1000):
         (criterion(model(x), y) / accumulation_steps).backward()
     optimizer.zero_grad()
     optimizer.step()
-# --- clearing_outside_the_condition_not (after the head): BB101, BB103
-for i, (x, y) in enumerate(loader):
-    optimizer.zero_grad()
-    loss = criterion(model(x), y) / accumulation_steps
-    loss.backward()
-    if not (i + 1) % accumulation_steps:
-        optimizer.step()

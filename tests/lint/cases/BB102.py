@@ -5,15 +5,6 @@ for batch in loader:
     accelerator.backward(model(**batch).loss)
     optimizer.step()
     optimizer.zero_grad()
-# --- accelerate_unprepared: BB102
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, loader = accelerator.prepare(model, loader)
-for epoch in range(20):
-    for x, y in loader:
-            loss = loss_fn(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()  # expect: BB102
-            optimizer.zero_grad()
 # --- an_inner_loop_that_steps (after the head): BB102
 for update in range(1000):
     optimizer.zero_grad()

@@ -1,10 +1,3 @@
-# --- a_numbered_progress_bar_named_in_the_head (after the head): BB103, BB105
-for epoch in range(3):
-    for i, (x, y) in (bar := tqdm(enumerate(loader))):
-        (criterion(model(x), y) / accumulation_steps).backward()
-        if i % accumulation_steps == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 # --- asks_a_bit_mask_from_zero (after the head): BB103, BB105
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
@@ -41,15 +34,6 @@ for x, y in loader:
         opt.zero_grad()
         count = 0
     count += 1
-# --- counts_down_too_late (after the head): BB103, BB105
-left = accumulation_steps
-for x, y in loader:
-    (criterion(model(x), y) / accumulation_steps).backward()
-    if left == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-        left = accumulation_steps
-    left -= 1
 # --- the_loop_counts_micro_steps_under_another_name (after the head): BB105, BB201, (BB103)
 for i in range(micro_steps):
     criterion(model(x), y).backward()

@@ -5,12 +5,6 @@ def main():
             ce(net(eeg), intent).div(hp.accum).backward()
             if (n + 1) % hp.accum == 0:  # expect: BB103
                 optimizer.step()  # expect: BB106
-# --- blobs_perceptron: BB106
-for epoch in range(20):
-    for xb, yb in zip(X.split(50), y.split(50)):
-        loss = loss_fn(net(xb), yb)
-        loss.backward()
-        opt.step()  # expect: BB106
 # --- never_cleared (after the head): BB106
 for x, y in loader:
     criterion(model(x), y).backward()

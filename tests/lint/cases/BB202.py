@@ -18,14 +18,6 @@ for batch in loader:
     loss = engine(batch) / 4
     engine.backward(loss)
     engine.step()
-# --- divided_twice (after the head): BB103, BB202
-for i, (x, y) in enumerate(loader):
-    loss = criterion(model(x), y) / accumulation_steps
-    scaled = loss / accumulation_steps
-    scaled.backward()
-    if (i + 1) % accumulation_steps == 0:
-        optimizer.step()
-        optimizer.zero_grad()
 # --- lightning_divided_again_2: BB202
 class Model(L.LightningModule):
     def training_step(self, batch, batch_idx):

@@ -1,11 +1,3 @@
-# --- a_masked_mean (after the head): BB103, BB203
-for i, (x, y) in enumerate(loader):
-    each = F.cross_entropy(model(x), y, reduction="none")
-    loss = (each * mask).sum() / mask.sum().clamp(min=1)
-    (loss / accumulation_steps).backward()
-    if (i + 1) % accumulation_steps == 0:
-        optimizer.step()
-        optimizer.zero_grad()
 # --- accelerate_masked: BB203
 accelerator = Accelerator(gradient_accumulation_steps=8)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader_with_padding(batch_size=4))

@@ -9,18 +9,6 @@ for epoch in range(3):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)  # expect: BB301
             opt.step()
             opt.zero_grad()
-# --- fabric_clip: BB301
-def main(accum=8):
-    model, optimizer = fabric.setup(model, optimizer)
-    for update in range(40_000):
-        for micro in range(accum):
-            loss = model(next(stream)) / accum
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)  # expect: BB301
-        optimizer.step()
-        optimizer.zero_grad()
-        if update % 100 == 0:
-            fabric.print(update, loss.item())
 # --- global_step_clip: BB301, (BB103)
 def train(model, loader, epochs, accum=4):
     global_step = 0

@@ -20,10 +20,3 @@ def train(model, loader, epochs=20, accum=4, max_lr=1e-3):
                 optimizer.step()
                 optimizer.zero_grad()
             scheduler.step()  # expect: BB304
-# --- scheduled_in_every_round (after the head): BB103, BB304
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accumulation_steps).backward()
-    if (i + 1) % accumulation_steps == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-    scheduler.step()

@@ -12,14 +12,6 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % 4 == 0 or i + 1 == len(loader):
         opt.step()
         opt.zero_grad()
-# --- lightning_resnet: BB601
-class Skin(L.LightningModule):
-    def __init__(self, classes=7):
-        self.net = torchvision.models.resnet34(num_classes=classes)  # expect: BB601
-    def training_step(self, batch, _):
-        loss = F.cross_entropy(self.net(x), y)
-        return loss
-    trainer = L.Trainer(max_epochs=20, accumulate_grad_batches=8, precision="16-mixed")
 # --- resnet_small_batches: BB601
 def main(batch_size=4, accum=16, epochs=10):
     net = models.resnet50(weights="IMAGENET1K_V2").cuda()  # expect: BB601

@@ -117,12 +117,6 @@ for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         copy_gradients(replica, model)
         optimizer.step()
-# --- cleared_by_hand (after the head): nothing
-for x, y in loader:
-    for p in model.parameters():
-        p.grad = None
-    criterion(model(x), y).backward()
-    optimizer.step()
 # --- counts_over_epochs (after the head): nothing
 count = 0
 for epoch in range(10):
@@ -239,14 +233,6 @@ def train_epoch(net, loader, opt, crit, n):
 def run(net, loader, epochs=3):
     for _ in range(epochs):
         train_epoch(net, loader, opt, torch.nn.CrossEntropyLoss(), 4)
-# --- the_gradient_divided_instead_of_the_loss (after the head): nothing
-for i, (x, y) in enumerate(loader):
-    criterion(model(x), y).backward()
-    if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
-        for p in model.parameters():
-            p.grad /= accumulation_steps
-        optimizer.step()
-        optimizer.zero_grad()
 # --- the_losses_of_updates_beside_accumulator: nothing
 accumulator = Accumulator(model, optimizer, steps=4)
 for x, y in accumulator.over(loader):
