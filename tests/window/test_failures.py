@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import group
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from bigbatch import Accumulator, BigStep, Options, across
+from bigbatch import Accumulator, BigStep, Options
 from bigbatch.distributed.statement import Statement
 from bigbatch.errors import LossError, StateError, WindowBroken
 from bigbatch.state.rng import Randomness
@@ -24,9 +23,10 @@ from bigbatch.window.gradients import Gradients
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import Window
 from tests.support.bombs import Bomb, Restless, restless_loss, seed
+from tests.support.coupled import Twins, relative_error
 from tests.support.ranks import run_on_ranks
 from tests.support.reference import distance, sgd, trained, weights
-from tests.support.samples import Batch, mlp, rows
+from tests.support.samples import Batch, mlp, rows, seeded
 from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
 BATCHES = micro_batches(case=PLAIN)  # of 3, 1, 4, 2, 5, 1 and 2 samples
@@ -132,7 +132,6 @@ def test_what_fails_at_the_end_is_named(name: str, scaler: torch.amp.GradScaler 
 def test_a_step_that_fails_after_another_has_stepped(late: bool) -> None:
     """The first optimizer's parameters are changed, and the error says so; nor does it say so of a scheduler."""
     model = mlp()()
-    before = weights(model)
     optimizers = [sgd(trained(model)[:2]), torch.optim.AdamW(trained(model)[2:])]
     scheduler = LambdaLR(optimizers[0], lambda step: 1.0 if step == 0 else fail()) if late else None
     accumulator = Accumulator(model, optimizers, steps=1, scheduler=scheduler)
@@ -143,7 +142,7 @@ def test_a_step_that_fails_after_another_has_stepped(late: bool) -> None:
     told = "The optimizer has stepped; a scheduler has not" if late else "may have changed some parameters"
     with pytest.raises(WindowBroken, match=told):
         accumulator.flush()
-    assert distance(weights(model)[:2], before[:2]) > 0
+    assert distance(weights(model)[:2], weights(mlp()())[:2]) > 0
     accumulator.discard()
 
 
@@ -173,23 +172,12 @@ def test_a_loss_that_reaches_no_parameter_is_refused(place: int) -> None:
 # Steps.
 
 
-def coupled(model: Any, batch: Batch) -> Tensor:
-    """Contrasts each sample with all."""
-    found = F.normalize(model(batch["x"]), dim=1)
-    return F.cross_entropy(found @ across.gather(found).T, across.offset() + torch.arange(len(found)))
-
-
-def normed() -> nn.Module:
-    """A model with BatchNorm: micro-batches run side by side."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-
-
-MODES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Tensor], Options]] = {
+norms = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+MODES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Any], Options]] = {
     "plain": (mlp(), PLAIN.loss, Options()),
-    "coupled": (mlp(), coupled, Options()),
-    "recomputed": (mlp(), coupled, Options(activations="recompute")),
-    "norms": (normed, lambda m, b: m(b["x"]).square().mean(), Options()),
+    "coupled": (seeded(Twins), relative_error, Options()),
+    "recomputed": (seeded(Twins), relative_error, Options(activations="recompute")),
+    "norms": (norms, lambda m, b: m(b["x"]).square().mean(), Options()),
 }
 STEPPING: dict[str, Callable[[Any, Any, Once, pytest.MonkeyPatch], object]] = {
     "scheduler": lambda _, s, once, patch: patch.setattr(s, "step", once.before(s.step)),
@@ -209,15 +197,13 @@ def test_a_step_that_has_begun_is_never_made_again(
 ) -> None:
     """In any mode, whatever fails; the error says that the step had begun, and buffers stay as it left them."""
     make, loss, options = MODES[mode]
-    model, twin = make(), make()
+    model, twin, fault = make(), make(), ERRORS[error]()
     optimizer = sgd(trained(model))
-    scheduler = StepLR(optimizer, 1)
+    scheduler, steps = StepLR(optimizer, 1), list[int]()
     step = BigStep(model, optimizer, loss, micro_batch_size=4, scheduler=scheduler, options=options)
     BigStep(twin, sgd(trained(twin)), loss, micro_batch_size=4, options=options)(rows(10, 0))
-    fault = ERRORS[error]()
-    once, steps = Once(fault), list[int]()
     optimizer.register_step_pre_hook(lambda *_: steps.append(1))
-    STEPPING[where](optimizer, scheduler, once, monkeypatch)
+    STEPPING[where](optimizer, scheduler, Once(fault), monkeypatch)
     with pytest.raises((type(fault), RuntimeError)) as caught:  # out of memory is told as ours
         step(rows(10, 0))
     assert len(steps) == 1
@@ -225,8 +211,8 @@ def test_a_step_that_has_begun_is_never_made_again(
     assert "step" in told
     assert "may have changed" in told or "has stepped" in told or "was made" in told
     if where != "pre-hook":
-        assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+        ours, theirs = ([*weights(each), *each.buffers()] for each in (model, twin))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert all(p.grad is None for p in model.parameters())
     step(rows(10, 1))
     assert len(steps) == 2

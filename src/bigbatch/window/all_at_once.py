@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bigbatch.loss import refusals
 from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term, TotalOfSum, finite
-from bigbatch.window.same_loss import is_whole, keep_factors, keep_names, names_of, over_data
+from bigbatch.window.same_loss import is_whole, keep_factors, keep_names, over_data
 from bigbatch.window.tally import Ledger, Weights, in_a_row
 
 OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
@@ -27,7 +27,7 @@ def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None
         return [next(some) if terms else Weights() for terms in every]
     rows = [over_data(terms) for terms in every]
     for terms, data in zip(every, rows, strict=True):
-        keep_names(names_of(every[0]), terms)
+        keep_names(tuple(term.name for term in every[0]), terms)
         keep_factors(ledger.factors, data)
         ledger.factors = [term.factors for term in data]
     columns = [_Column(column) for column in zip(*rows, strict=True)]

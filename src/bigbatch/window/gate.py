@@ -200,12 +200,12 @@ class Admission:
         used = {key: p._version for key, ref in self.others.items() if (p := ref()) is not None}  # noqa: SLF001
         changed = {key for key, version in used.items() if self._versions.setdefault(key, version) != version}
         if changed and (changed := changed & scan(loss).leaves.keys()):  # the rest is of other losses
+            order = "fake = generator(noise) once, then the generator's backward, then the discriminator's"
             raise WindowDisturbed(
                 f"this loss runs through parameters that another optimizer trains, which has changed {len(changed)} of "
                 "them since the window's first micro-batch, as a discriminator's that steps before its generator.",
-                fix="fake = generator(noise) once, then the generator's backward, then the discriminator's; or a "
-                "BigStep each. accumulator.discard() drops this window",
-                fix_in_step="fake = generator(noise) once, then the generator's backward, then the discriminator's",
+                fix=f"{order}; or a BigStep each. accumulator.discard() drops this window",
+                fix_in_step=order,
             )
 
 

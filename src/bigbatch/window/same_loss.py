@@ -25,14 +25,9 @@ def is_whole(data: list[Term]) -> bool:
     return any(term.kind == "mean" and not term.chosen for term in data)
 
 
-def names_of(terms: list[Term]) -> tuple[str, ...]:
-    """Return what the terms of a loss are called."""
-    return tuple([term.name for term in terms])
-
-
 def keep_names(before: tuple[str, ...], terms: list[Term]) -> None:
     """Raise where the terms are others than those before."""
-    now = names_of(terms)
+    now = tuple([term.name for term in terms])
     if before and now and now != before and "count=" not in (*now, *before):
         raise LossError(
             f"the loss changed within a window: its terms were {', '.join(before)} and are {', '.join(now)} now. A "
@@ -65,23 +60,22 @@ def shown(factors: Factors) -> str:
     return " x ".join("a tensor" if each is None else f"{each:g}" for each in without_ones(factors)) or "none"
 
 
-def in_ratio(reference: Sequence[Count], terms: list[Term]) -> Tensor | None:
+def in_ratio(reference: Sequence[Count], terms: list[Term], before: bool | Tensor) -> bool | Tensor:  # noqa: FBT001
     """Several counts in constant ratio are as good as one; raise where it is another than that of `reference`.
 
-    On a device that is not known yet: what tells is returned.
+    On a device that is not known yet: what tells is returned, of micro-batches `before`, too.
     """
-    counts, found = [term.count for term in over_data(terms)], None
+    counts, found = [term.count for term in over_data(terms)], before
     if not reference or len(counts) == len(reference) == 1:
         if len(counts) > 1 and not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
             refuse_several(terms, "counts not in constant ratio")
-        return None
+        return before
     if len(counts) != len(reference):
         refuse_several(terms, f"another number of terms, {len(counts)} here and {len(reference)} before,")
     for now, then in zip(counts[1:], reference[1:], strict=True):
         here, there = now * reference[0], then * counts[0]
         if isinstance(here, Tensor) or isinstance(there, Tensor):
-            kept = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2)
-            found = kept if found is None else found & kept
+            found = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2) & found
         elif abs(here - there) > RATIO_TOLERANCE * max(here, there):
             refuse_several(terms, "counts not in constant ratio")
     return found

@@ -59,12 +59,13 @@ class Ledger:
     reference: Sequence[Count] = ()  # counts of the first micro-batch that had any
     names: tuple[str, ...] = ()  # of the first micro-batch's terms
     factors: list[Factors] | None = None  # constants of the window's first micro-batch
-    in_ratio: Tensor | None = None  # on a device: whether counts could be told, and have kept their ratio
+    in_ratio: bool | Tensor = True  # whether counts could be told, and have kept their ratio; a device knows later
     zeros: bool = False  # whether a micro-batch's loss was zero, by a factor
     whole: bool = False  # whether a mean was over all samples
     nothings: Count = 0.0  # micro-batches that a device has found to count nothing, when they were added; with ranks
     precise: bool = False  # whether the latest loss was of float64
     first_count: Tensor | None = None  # on its way to the host
+    told = 0  # micro-batches that the user knows of
     shares_once: bool = False  # whether this rank's share of a term that counts once has been added
 
     def __init__(self, steps: int, team: Team = _ALONE, *, small: bool = False) -> None:
@@ -88,7 +89,7 @@ class Ledger:
             same_loss.refuse_several(terms, "a mean beside a sum")
         is_mean = bool(data) and data[0].kind == "mean"
         if is_mean:
-            self._keep_ratio(same_loss.in_ratio(self.reference, terms))
+            self.in_ratio = same_loss.in_ratio(self.reference, terms, self.in_ratio)
         same_loss.keep_names(self.names, terms)
         if is_mean:
             return Weights(self._share(data[0]))
@@ -103,24 +104,16 @@ class Ledger:
             )
         return Weights(1.0, once)
 
-    def _keep_ratio(self, kept: Tensor | None) -> None:
-        if kept is not None:
-            self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
-
     def _share(self, term: Term) -> Count:
         """Return the part of the provisional total that a mean counts; the first one decides what that is."""
         count, unit = term.count, self.provisional
-        if not isinstance(count, Tensor):
-            if not count:
-                return 0.0
-            if unit is None:
-                # What it will be if all are alike: then nothing is left to correct. With others it is the same for all.
-                unit = self.provisional = 1.0 if self.in_common else count * self.steps
-            return count / unit
-        if unit is None and (self.in_common or not self.small):
-            unit = 1.0
-        elif unit is None:
-            unit = term.about * self.steps if term.about else count.clamp(min=1.0) * self.steps
+        on_device = isinstance(count, Tensor)
+        if not on_device and not count:
+            return 0.0
+        if unit is None and (self.in_common or (on_device and not self.small)):
+            unit = 1.0  # with others it is the same for all
+        elif unit is None:  # what it will be if all are alike: then nothing is left to correct
+            unit = ((term.about or count.clamp(min=1.0)) if isinstance(count, Tensor) else count) * self.steps
         self.provisional = unit
         return count if isinstance(unit, float) and unit == 1.0 else count / unit  # no kernel where it is itself
 
@@ -182,9 +175,9 @@ class Ledger:
         """Note what later micro-batches must have in common with this one, and what came of totals given in advance."""
         for term in terms:
             if term.divisor is not None and isinstance(term.count, Tensor):
-                self._keep_ratio(term.count.isfinite())
+                self.in_ratio = term.count.isfinite() & self.in_ratio
         self.whole = self.whole or is_whole(data)
-        self.names = self.names or same_loss.names_of(terms)
+        self.names = self.names or tuple([term.name for term in terms])
         if self.totals is not None:
             self.kind = "known"
             if not self.sure:
@@ -266,7 +259,7 @@ class Ledger:
                         "batch that the loop passes over. accumulator.discard() drops this window",
                         fix_in_step=same_loss.COUNTED_TWICE,
                     )
-        if self.in_ratio is not None and not bool(self.in_ratio):
+        if not self.in_ratio:
             if len(self.names) == 1:
                 raise refusals.scaled_sum("Div", "a tensor")
             raise same_loss.several(", ".join(self.names), "counts in no constant ratio")
@@ -314,10 +307,10 @@ class Ledger:
         return {name: copied(getattr(self, name)) for name in Ledger.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with totals that were saved; older states lack some."""
+        """Go on with totals that were saved; older states lack some, or have none."""
         for name in Ledger.__annotations__.keys() & state.keys():
-            setattr(self, name, copied(state[name]))
-        self.totals = None if self.totals is None else tuple(self.totals)
+            if state[name] is not None:
+                setattr(self, name, tuple(copied(state[name])) if name == "totals" else copied(state[name]))
 
 
 def copied(value: Any) -> Any:
