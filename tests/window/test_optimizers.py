@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, BigStep
-from tests.support.losses import MODELS, l2
+from tests.support.losses import l2
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, sgd, state, trained, weights
 from tests.support.samples import CLASSES, Batch, Loss, join, mlp, normal, rows, seeded, sequences
 from tests.support.samples import generator as generator_of
@@ -174,16 +174,6 @@ def test_sparse_adam_beside_adamw() -> None:
         ]
 
     assert_exact(seeded(lambda: Bag(sparse=True)), both, classify, TOKENS)
-
-
-# Double backward.
-
-
-@pytest.mark.parametrize("name", ["gradient-penalty", "gradient-penalty-r1"])
-def test_gradient_penalties_over_several_updates(name: str) -> None:
-    """Losses that hold a gradient themselves."""
-    case = next(case for case in MODELS if case.name == name)
-    assert_exact(case.model, lambda m: [Adam(m.parameters(), lr=0.01, eps=1e-3)], case.loss, clip_norm=0.5)
 
 
 # What is left alone.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -22,42 +23,24 @@ def big_gradient(batches: list[Batch], case: Loss = MASKED) -> list[Tensor]:
     return list(torch.autograd.grad(case.loss(model, case.join(batches)), trained(model)))
 
 
-# What it tells.
-
-
 @pytest.mark.parametrize("case", [MASKED, PLAIN, SUMMED], ids=str)
-def test_the_loss_is_the_big_batchs(case: Loss) -> None:
-    """Not the last micro-batch's, nor their average, nor, for a sum, a part of it."""
-    (update,) = Training(steps=7, case=case).train(BATCHES)
+@pytest.mark.parametrize("clip_norm", [None, 0.01, 1, 1e6, math.inf])
+def test_an_update_tells_what_the_big_batch_would(case: Loss, clip_norm: float | None) -> None:
+    """Its loss, not the last micro-batch's or their average; its norm before clipping. It is frozen, and reads well."""
+    (update,) = Training(steps=7, case=case, clip_norm=clip_norm).train(BATCHES)
     true = big_batches(case, BATCHES, 7)
     assert float(update.loss) == pytest.approx(true.losses[0], rel=1e-12)
-    assert update.loss.dtype == torch.float64
-    assert not update.loss.requires_grad
-    assert update.micro_batches == 7
-    assert update.grad_norm is None
-    assert update.extras is None
+    assert (update.loss.dtype, update.loss.requires_grad) == (torch.float64, False)
+    assert (update.micro_batches, update.extras, update.skipped) == (7, None, False)
     assert case is SUMMED or update.count == pytest.approx(true.counts[0])
-
-
-def test_an_update_is_frozen_and_reads_well() -> None:
-    """It is a record of what was; printing it shows the numbers."""
-    (update,) = Training(steps=2, case=PLAIN, clip_norm=1.0).train(micro_batches((1, 1), PLAIN))
+    norm = None if update.grad_norm is None else float(update.grad_norm)
+    assert norm == (None if clip_norm is None else pytest.approx(true.norms[0], rel=1e-12))
     with pytest.raises(dataclasses.FrozenInstanceError):
         update.micro_batches = 3  # type: ignore[misc]  # that it cannot be set is the point
-    assert repr(update).startswith(f"Update(loss={float(update.loss):.6g}, count=8, micro_batches=2, grad_norm=")
-    assert repr(update).endswith("skipped=False)")
-
-
-# Clipping.
-
-
-@pytest.mark.parametrize("clip_norm", [0.01, 0.3, 1e6, math.inf, 1])
-def test_the_norm_is_reported_before_clipping(clip_norm: float) -> None:
-    """`grad_norm` is that of the big batch's gradient, whatever is then cut off."""
-    (update,) = Training(steps=7, clip_norm=clip_norm).train(BATCHES)
-    norm = torch.cat([g.flatten() for g in big_gradient(BATCHES)]).norm()
-    assert update.grad_norm is not None
-    assert float(update.grad_norm) == pytest.approx(float(norm), rel=1e-12)
+    told = "" if norm is None else f"grad_norm={norm:.6g}, "
+    assert re.fullmatch(
+        rf"Update\(loss={float(update.loss):.6g}, count=[\d.]+, micro_batches=7, {told}skipped=False\)", repr(update)
+    )
 
 
 # The hook before the step.
