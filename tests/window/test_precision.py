@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, Options, Update, counted
-from bigbatch.errors import SeveralCounts
+from bigbatch import Accumulator, BigStep, Options, Update
 from tests.support.reference import OptimizerFactory, big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, mlp, rows
-from tests.support.training import Training
 
+Function = Callable[[Any, Batch], Tensor]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -22,30 +21,20 @@ def low_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"].to(next(model.parameters()).dtype)), batch["partly"])
 
 
-def kept(batch: Batch) -> int:
-    """What it is averaged over."""
-    return int((batch["partly"] != -100).sum())
-
-
-def micro_gradients(model: nn.Module, loss: Callable[[Any, Batch], Tensor], batches: list[Batch]) -> list[list[Tensor]]:
-    """Each micro-batch's own gradient, as rounded by the model and no more, in float64."""
-    parameters = trained(model)
-    return [[g.double() for g in torch.autograd.grad(loss(model, batch), parameters)] for batch in batches]
-
-
-def weighed(gradients: list[list[Tensor]], counts: Sequence[float]) -> list[Tensor]:
-    """The mean of gradients by their counts, in float64."""
-    total = sum(counts)
-    return [
-        torch.stack([g * (n / total) for g, n in zip(each, counts, strict=True)]).sum(0)
-        for each in zip(*gradients, strict=True)
-    ]
+def mean_gradient(
+    model: nn.Module, batches: Sequence[Batch], counts: Sequence[float], loss: Function = low_loss
+) -> list[Tensor]:
+    """The mean of the micro-batches' own gradients by their counts, rounded by the model and no more, in float64."""
+    each = [torch.autograd.grad(loss(model, batch), trained(model)) for batch in batches]
+    shares = [count / sum(counts) for count in counts]
+    columns = zip(*each, strict=True)
+    return [torch.stack([g.double() * n for g, n in zip(c, shares, strict=True)]).sum(0) for c in columns]
 
 
 def train(
     model: nn.Module,
     batches: Sequence[Batch],
-    loss: Callable[[Any, Batch], Tensor] | None = None,
+    loss: Function = low_loss,
     optimizer: OptimizerFactory = sgd,
     **options: Any,
 ) -> tuple[list[Tensor], Update]:
@@ -53,7 +42,7 @@ def train(
     gradients: list[Tensor] = []
     accumulator = Accumulator(model, optimizer(trained(model)), steps=len(batches), **options)
     accumulator.before_step(lambda: gradients.extend(p.grad.clone() for p in trained(model) if p.grad is not None))
-    (update,) = [u for b in accumulator.over(batches) if (u := accumulator.backward((loss or low_loss)(model, b)))]
+    (update,) = [u for b in accumulator.over(batches) if (u := accumulator.backward(loss(model, b)))]
     return gradients, update
 
 
@@ -66,7 +55,7 @@ def test_gradients_add_up_in_float32(dtype: torch.dtype, sizes: tuple[int, ...])
     """The sum of the micro-gradients, weighed by counts that bf16 cannot hold, to the precision of float32."""
     batches = [rows(size, seed) for seed, size in enumerate(sizes)]
     model = mlp()().to(dtype)
-    true = weighed(micro_gradients(model, low_loss, batches), [kept(batch) for batch in batches])
+    true = mean_gradient(model, batches, [int((batch["partly"] != -100).sum()) for batch in batches])
     gradients, _ = train(model, batches)
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     assert distance(gradients, true) <= 1e-6
@@ -82,9 +71,7 @@ def test_a_thousand_fp16_micro_batches_do_not_underflow(ragged: bool) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return 0.001 * F.mse_loss(model(batch["x"].half()), batch["value"].half())
 
-    each = {(size, place % 7): batch for place, (size, batch) in enumerate(zip(sizes, batches, strict=True))}
-    of = dict(zip(each, micro_gradients(model, loss, list(each.values())), strict=True))
-    true = weighed([of[size, place % 7] for place, size in enumerate(sizes)], sizes)
+    true = mean_gradient(model, batches, sizes, loss)
     assert distance(train(model, batches, loss)[0], true) <= 1e-4
 
 
@@ -198,23 +185,10 @@ def test_parameters_of_both_kinds_in_one_window() -> None:
         return F.cross_entropy(model[2](model[1](model[0](batch["x"].bfloat16())).float()), batch["label"])
 
     batches = [rows(4, seed) for seed in range(4)]
-    true = weighed(micro_gradients(model, loss, batches), [1, 1, 1, 1])
+    true = mean_gradient(model, batches, [1, 1, 1, 1], loss)
     gradients, _ = train(model, batches, loss, clip_norm=1.0)
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert distance(gradients, true) <= 1e-6
-
-
-def test_several_weights_in_a_low_precision_loss_are_refused() -> None:
-    """Terms with weights of their own are weighed inside the graph, which would round them."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        out = model(batch["x"].bfloat16())
-        return counted(F.cross_entropy(out, batch["partly"]), kept(batch)) + counted(out.mean(), len(batch["x"]))
-
-    case = Loss("low", lambda: mlp()().bfloat16(), rows, loss)
-    told = r"bfloat16 loss would round them.*\n.*criterion\(logits.float\(\), labels\)"
-    with pytest.raises(SeveralCounts, match=told):
-        Training(2, case=case, counts=lambda b: (kept(b), len(b["x"]))).train(case.micro_batches((3, 2)))
 
 
 @pytest.mark.parametrize("lock_step", [False, True])
