@@ -24,6 +24,14 @@ def test_a_mover_knows_which_micro_batch_is_out() -> None:
     assert mover.at is None
 
 
+def test_what_all_share_is_moved_once() -> None:
+    """And the samples each time."""
+    batch = Batch.of({"x": torch.zeros(3, 2), "shared": torch.zeros(7)})
+    made = list(Mover(torch.device("meta")).micro_batches(Division.even(batch, 1)))
+    assert {each["x"].device.type for each in made} == {each["shared"].device.type for each in made} == {"meta"}
+    assert [len({id(each[name]) for each in made}) for name in ("x", "shared")] == [3, 1]
+
+
 def test_the_host_runs_eight_micro_batches_ahead_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ninth is moved, it waits for the event that the first was used: for no stream, and no device."""
     said: list[str] = []

@@ -54,6 +54,13 @@ def test_a_size_for_larger_samples_serves_smaller_ones(other: SampleShape, anew:
     assert not asked  # found once
 
 
+@pytest.mark.parametrize(("at_once", "size"), [(False, 1), (True, 8)])
+def test_what_waits_for_each_other_is_run_at_once_where_that_fits(at_once: bool, size: int) -> None:
+    """Though smaller ones are as fast."""
+    kept = Sizes("auto", "1GiB", torch.device("cpu"))
+    assert kept.samples(shape(1), 8, lambda n, _: Probe(n, n, 0.01 * n), at_once=at_once) == size
+
+
 def test_tokens_are_chosen_for_the_least_expected_time() -> None:
     """One long sample is fastest alone, but its budget would leave every shorter one alone, too."""
     lengths = [512] + [300] * 63

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed import fsdp_internals as fsdp
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.statement import Statement, Words, bits_in_one, in_one
+from bigbatch.distributed.statement import Statement, Words, bits_in_one
 from bigbatch.distributed.team import adding_zeros, restore_after, speak
 from bigbatch.errors import ConfigurationError, WindowDisturbed, WindowError
 from bigbatch.loss.count import Count
@@ -94,7 +94,7 @@ class Replicas(Ranks):
         if not self.windows:
             frozen = (p for model in self._models for p in model.parameters() if not p.requires_grad)
             plain = [p for p in frozen if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
-            mine = mine._replace(weights=in_one([*gradients.parameters, *plain], gradients.device))
+            mine = mine._replace(weights=bits_in_one([*gradients.parameters, *plain]))
         found = super().agree(mine, words, gradients)
         for wrapper in self.wrappers:  # before the step, which may fail on one rank: the others would wait here
             if wrapper.broadcast_buffers and wrapper.modules_buffers:

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
-from bigbatch.loss.count import LOW_PRECISION, RATIO_TOLERANCE, Count
+from bigbatch.loss.count import RATIO_TOLERANCE, Count
 from bigbatch.loss.refusals import zero_beside_mean
 
 KINDS = ("", "mean", "sum", "known")  # of the terms over data
 Words = Mapping[str, Mapping[str, str]]  # by the field of `Statement` that is their fingerprint
-_SAME = 1e-6  # relative: sums of weights in float32
+_WHOLE = {1: torch.uint8, 2: torch.int16}  # numbers by the size of others
 _NOT_SAID = frozenset("lr params param_names fused foreach capturable differentiable initial_lr".split())
 
 
@@ -41,7 +41,7 @@ class Statement(NamedTuple):
     ratio: Count = -1.0  # of its several counts to the first, where it has counted anything
     form: float = 0.0  # its terms and their factors, where those are the same in every micro-batch
     common: float = 0.0  # what all must have alike: windows made, parameters trained, learning rates, settings
-    weights: float = 0.0  # the parameters' values, before the first window
+    weights: float = 0.0  # the parameters' bits, before the first window
     reduced: float = 0.0  # the gradients' bits, where DDP has averaged them: then all ranks have the same
     reached: float = 0.0  # which shards its backwards have reached
     replica: float = 0.0  # with whom it scatters them
@@ -137,7 +137,7 @@ _FIXES = {
 }
 _ALIKE = (
     _Alike("common", "different settings", ConfigurationError),
-    _Alike("weights", "begun with different weights, or another order of them", WindowError, within=_SAME),
+    _Alike("weights", "begun with different weights, or another order of them", WindowError),
     _Alike("reduced", "not reduced all gradients in the last backward, with overlap=True", LossError),
     _Alike("kind", "different losses (mean or sum)", LossError, none=0),
     _Alike("form", "different losses (terms or factors)", LossError, none=0),
@@ -196,22 +196,8 @@ def trained(every: Sequence[Tensor]) -> str:
     return f"{sum(size >= 0 for size in sizes)} of {len(sizes)} (code {zlib.crc32(str(sizes).encode()):x})"
 
 
-def in_one(tensors: Sequence[Tensor], device: torch.device) -> float:
-    """Return one number of the values of some tensors, by which other ones are known; this waits for a device.
-
-    Each counts by its place, so that another order is known, too. bf16 would round the sums of other weights to the
-    same, and fp16 has none so large.
-    """
-    norms = [
-        torch.linalg.vector_norm(each.detach(), dtype=torch.float32 if each.dtype in LOW_PRECISION else None)
-        for each in tensors
-    ]
-    sums = torch.stack([each.to(device, torch.float32) for each in norms]).tolist() if norms else []
-    return float(sum(place * each for place, each in enumerate(sums, 1)))
-
-
 def bits_in_one(tensors: Sequence[Tensor]) -> float:
     """Return one number of the bits of some tensors, in whatever order a device adds them; this waits for it."""
-    sums = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-    sums = [each.reshape(-1).view(torch.int32).sum().to(tensors[0].device) for each in sums]
+    flat = [(torch.view_as_real(each) if each.is_complex() else each).detach().reshape(-1) for each in tensors]
+    sums = [each.view(_WHOLE.get(each.element_size(), torch.int32)).sum().to(flat[0].device) for each in flat]
     return fingerprint(*map(str, torch.stack(sums).tolist() if sums else []))
