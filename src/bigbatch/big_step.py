@@ -326,7 +326,9 @@ class BigStep:
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
                 micro_batches = self._mover.micro_batches(division)
                 if side_by_side:
-                    self._meet_with(division)
+                    self._admission.side_by_side = len(division)
+                    shape = str(division.batch.signature())
+                    self._together.make_room(lambda: self._first(division), division.sizes, shape, self._sizes.budget())
                     extras = self._together.run(window, micro_batches, division.sizes)
                 else:
                     extras = self._one_by_one(window, micro_batches, division)
@@ -350,6 +352,9 @@ class BigStep:
         self._padding = division.padding
         return replace(update, extras=together), before.buffers, written
 
+    def _first(self, division: Division) -> Any:
+        return self._mover.moved(division.micro_batch(0))
+
     def _one_by_one(self, window: Window, micro_batches: Iterator[Any], division: Division) -> list[Any]:
         """Run micro-batches one after the other. Through a sharded model ranks make as many passes as any has."""
         team, passes = self._team, 0
@@ -357,20 +362,13 @@ class BigStep:
             passes, team.elsewhere = team.most(len(division), self._mover.device), True
         extras = self._runner.run(window, micro_batches, division)
         for _ in range(passes - len(division)):  # they add nothing
-            loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
+            loss, _ = self._runner.loss(self._first(division))
             with self._admission.sparing_others():
                 window.pass_by(loss)
             window.state = OPEN
         if not team.is_alone:
             team.elsewhere = False  # all have made them, and come to their statements
         return extras
-
-    def _meet_with(self, division: Division) -> None:
-        """Make sure that what waits while micro-batches run side by side has room."""
-        self._admission.side_by_side = len(division)
-        micro_batch = lambda: self._mover.moved(division.micro_batch(0))  # noqa: E731
-        shape = str(division.batch.signature())
-        self._together.make_room(micro_batch, division.sizes, shape, self._sizes.budget())
 
     @property
     def padding(self) -> Padding | None:

@@ -51,8 +51,7 @@ class FirstCheck:
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
         self._models, self._runner, self._mover, self._options = models, runner, mover, options
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-        self._updates = 0
-        self._due: tuple[int, ...] = _AGAIN
+        self._updates, self._due = 0, math.inf  # the next comparison is due after so many of them
         self._modes, self._mode = set[bytes](), b""  # which modules were in training mode when pieces were compared
         self._looked, self._unseen, self._reason, self._has_warned = False, "", "", False
 
@@ -61,7 +60,7 @@ class FirstCheck:
         trimmed = division.longest is not None and min(division.longest) < division.width
         self._mode = bytes([trimmed, *(module.training for module in self._modules)])
         self._unseen = ""
-        due = self._mode not in self._modes or self._updates >= min(self._due, default=math.inf)
+        due = self._mode not in self._modes or self._updates >= self._due
         self._looked = due and (len(division) > 1 or trimmed)  # one micro-batch is the big batch
         if self._looked:
             # Statistics of a few samples amplify rounding, and are exact by themselves, except where they see padding.
@@ -82,7 +81,7 @@ class FirstCheck:
         self._updates += stepped
         if self._looked:
             self._modes.add(self._mode)
-            self._due = tuple(each for each in self._due if each >= self._updates)
+            self._due = min((each for each in _AGAIN if each >= self._updates), default=math.inf)
         if self._unseen and not self._has_warned:
             self._has_warned = True
             warnings.warn(self._unseen, stacklevel=outside())

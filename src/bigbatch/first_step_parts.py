@@ -220,7 +220,8 @@ class _Watch(LiveBytes):
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         result = self._drawn(func, args, kwargs) if is_random else func(*args, **kwargs)
         given, made = (
-            [each.dtype for each in tree_leaves(tree) if _is_real(each)] for tree in ((args, kwargs), result)
+            [each.dtype for each in tree_leaves(tree) if isinstance(each, Tensor) and each.is_floating_point()]
+            for tree in ((args, kwargs), result)
         )
         finest = min((torch.finfo(each).eps for each in given), default=1.0)
         self.rounded.update(each for each in made if torch.finfo(each).eps > finest)
@@ -274,7 +275,3 @@ def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
     devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else set()
     numbers = [device.index or 0 for device in devices if device.type == "cuda"]
     return [torch.default_generator, *(torch.cuda.default_generators[number] for number in numbers)]
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()

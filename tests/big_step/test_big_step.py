@@ -251,7 +251,7 @@ def test_what_is_skipped_changes_nothing() -> None:
     assert step({**batch, "x": torch.where(torch.arange(5)[:, None] == 0, math.nan, batch["x"])}).skipped
     assert step.gradients({**batch, "partly": torch.full_like(batch["partly"], -100)}).skipped
     assert all(p.grad is None for p in model.parameters())
-    remove = step.before_step(lambda: [p.grad.zero_() for p in model.parameters() if p.grad is not None] and None)
+    remove = step.before_step(lambda: torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None]))
     assert not step.gradients(batch).skipped
     assert not any(p.grad.any() for p in trained(model) if p.grad is not None)  # a hook may change it
     remove()

@@ -300,7 +300,7 @@ def test_what_an_update_tells_is_its_own(kind: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("case", ["micro-steps", "windows", "pairs"])
 def test_a_gradient_is_the_callers_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gradients(batch)` leaves the big batch's, unclipped, and the rest to its caller; the next replay writes elsewhere."""
+    """`gradients(batch)` leaves the big batch's, unclipped, and the rest to its caller; a replay writes elsewhere."""
     make, kind = (pairs if case == "pairs" else images), KINDS.get(case, whole_emulated)
     model = Towers() if case == "pairs" else Net(norms=case == "windows")
     twins = Twins(model, contrasted if case == "pairs" else classified, monkeypatch, kind, activations="keep")

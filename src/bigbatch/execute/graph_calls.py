@@ -64,7 +64,9 @@ class ReplayedSteps(Replayed):
             is_set = True
 
         def enter(step: _Step) -> Any:
-            window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
+            counts = [term.count.clone() if isinstance(term.count, Tensor) else term.count for term in step.terms]
+            terms = [replace(term, count=count) for term, count in zip(step.terms, counts, strict=True)]
+            window.enter_replayed(terms, step.loss.clone())
             return copied(step.extras)
 
         call = Call(partial(launch, window), partial(self._recorded, runner), enter, prepare)
@@ -105,10 +107,6 @@ class ReplayedSteps(Replayed):
                 self._unit.fill_(1.0 / ledger.provisional)
         if scaler is not None:
             self._unit.mul_(window.scale)
-
-
-def _with_own_count(term: Term) -> Term:
-    return replace(term, count=term.count.clone()) if isinstance(term.count, Tensor) else term
 
 
 class WholeWindows(Replayed):

@@ -27,8 +27,7 @@ from bigbatch.window.gradients import all_parameters
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
 
-LossFunction = Callable[[Any, Any], Any]
-_SHOWN = 8
+_LossFn = Callable[[Any, Any], Any]
 _ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
 
 
@@ -36,7 +35,7 @@ class Runner:
     """Runs micro-batches of one model with one loss."""
 
     def __init__(
-        self, model: Any, loss_fn: LossFunction | None, admission: Admission, stepper: Stepper, *, cuda_graph: bool
+        self, model: Any, loss_fn: _LossFn | None, admission: Admission, stepper: Stepper, *, cuda_graph: bool
     ) -> None:
         self._model, self._loss_fn = model, loss_fn or own_loss
         self._models: Sequence[nn.Module] = model if isinstance(model, list | tuple) else (model,)
@@ -120,7 +119,7 @@ class Runner:
         if len({tuple(term.kind for term in row) for row in rows}) > 1:
             raise LossError(
                 "the loss changes within a batch: its micro-batches have different numbers of terms over data.",
-                found=f"{', '.join(str(len(row)) for row in rows[:_SHOWN])} terms",
+                found=f"{', '.join(str(len(row)) for row in rows[:8])} terms",
                 fix="every term for every micro-batch, as counted(term, n) with n = 0 where it does not apply",
             )
         return tuple(
