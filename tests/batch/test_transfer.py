@@ -26,7 +26,7 @@ def test_a_mover_knows_which_micro_batch_is_out() -> None:
 
 def test_what_all_share_is_moved_once() -> None:
     """And the samples each time."""
-    batch = Batch.of({"x": torch.zeros(3, 2), "shared": torch.zeros(7)})
+    batch = Batch.of({"x": torch.zeros(3, 2), "y": torch.zeros(3), "shared": torch.zeros(7)})
     made = list(Mover(torch.device("meta")).micro_batches(Division.even(batch, 1)))
     assert {each["x"].device.type for each in made} == {each["shared"].device.type for each in made} == {"meta"}
     assert [len({id(each[name]) for each in made}) for name in ("x", "shared")] == [3, 1]
