@@ -85,10 +85,6 @@ class Division:
         """Which sample each row of the joined micro-batches is; None where they are in order."""
         return None if self.longest is None else [i for group in self.groups for i in self.indices(group)]
 
-    def comes_again(self, number: int) -> bool:
-        """Whether other batches, too, are expected to have a micro-batch of this one's shape."""
-        return number != self.odd
-
     def indices(self, group: Indices) -> list[int]:
         """Return the numbers of a group's samples."""
         return list(range(self.batch.size))[group] if isinstance(group, slice) else list(group)
@@ -194,11 +190,6 @@ def rounded(length: int) -> int:
     length = max(length, 1)
     step = max((1 << (length - 1).bit_length()) // 16, _LEAST_STEP)
     return -(-length // step) * step
-
-
-def expected_seconds(lengths: Sequence[int], budget: int, least: float, per_token: float) -> float:
-    """Estimate how long a packed batch takes: each micro-batch at least `least`, the time to launch it."""
-    return sum(max(least, per_token * len(group) * wide) for group, wide in pack(lengths, budget))
 
 
 def lengths_of(batch: Batch, given: Lengths) -> list[int]:

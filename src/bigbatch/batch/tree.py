@@ -90,11 +90,6 @@ def apart(sample: Any) -> Any:
     return mapped(sample, lambda _, leaf: own(leaf))
 
 
-def detached(tree: Any) -> Any:
-    """Detach all tensors: what is kept for the end of the window must not keep activations."""
-    return mapped(tree, lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-
-
 def digest(batch: Any) -> int | None:
     """Return a number that changes where a batch of any kind is written into; None where nothing tells."""
     written = io.BytesIO()

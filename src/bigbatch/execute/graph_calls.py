@@ -72,7 +72,7 @@ class ReplayedSteps(Replayed):
         call = Call(partial(launch, window), partial(self._recorded, runner), enter, prepare)
         with self.window(call, window.gradients, runner.settings()) as run:
             for micro_batch in micro_batches:
-                shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
+                shape = shape_of(micro_batch) if division.odd != len(extras) else ""
                 extras.append(run(shape, micro_batch))
         return extras
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch import arguments
 from bigbatch.batch.split import Division
-from bigbatch.batch.tree import detached
+from bigbatch.batch.tree import mapped
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.execute.execution import Execution
@@ -62,7 +62,8 @@ class Runner:
             return found, None
         if len(found) != 2:  # noqa: PLR2004 - a loss and extras
             raise ConfigurationError("loss_fn must return a loss, or a loss and extras.", found=f"{len(found)} values")
-        return found[0], detached(found[1])
+        # What is kept for the end of the window must not keep activations.
+        return found[0], mapped(found[1], lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""

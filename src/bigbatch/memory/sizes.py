@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from bigbatch.batch.batch import SampleShape
-from bigbatch.batch.split import expected_seconds
+from bigbatch.batch.split import pack
 from bigbatch.errors import StateError
 from bigbatch.memory.budget import budget
 from bigbatch.memory.search import Choice, Probe, choose
@@ -83,7 +83,12 @@ class Sizes:
         size = longest * found.size
         if fitting:
             least, per_token = min(each for _, each in fitting), min(each / tokens for tokens, each in fitting)
-            size = min(fitting, key=lambda each: expected_seconds(lengths, each[0], least, per_token))[0]
+            size = min(
+                (tokens for tokens, _ in fitting),  # a micro-batch takes as long as to launch it, at least
+                key=lambda tokens: sum(
+                    max(least, per_token * len(group) * wide) for group, wide in pack(lengths, tokens)
+                ),
+            )
         self._learned[longest] = _Learned(size, number)
         return min([size, *most])
 
