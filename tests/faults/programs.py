@@ -147,9 +147,8 @@ class Program:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return all that a user saves."""
-        saved: dict[str, Any] = {"parts": [copy.deepcopy(part.state_dict()) for part in self.parts]}
-        saved["random"] = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-        return saved
+        numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        return {"parts": [copy.deepcopy(part.state_dict()) for part in self.parts], "random": numbers}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Load it."""
@@ -220,24 +219,14 @@ def program(entrance: str, mode: str, fault: Fault) -> Program:
     return made(entrance, fault, **MODES[entrance][mode])
 
 
+# fmt: off
 def made(
-    entrance: str,
-    fault: Fault,
-    *,
-    net: Callable[[Fault], nn.Module] = Net,
-    loss: Callable[[Any, Any], Any] = _mean,
-    batches: Sequence[Any] = (),
-    nets: int = 1,
-    adam: bool = False,
-    schedule: bool = False,
-    scaled: bool = False,
-    hook: bool = False,
-    observed: bool = False,
-    dtype: torch.dtype = torch.float64,
-    loop: str = "plain",
-    count: Callable[[Batch], Any] | None = None,
-    **settings: Any,
+    entrance: str, fault: Fault, *, net: Callable[[Fault], nn.Module] = Net, loss: Callable[[Any, Any], Any] = _mean,
+    batches: Sequence[Any] = (), nets: int = 1, adam: bool = False, schedule: bool = False, scaled: bool = False,
+    hook: bool = False, observed: bool = False, dtype: torch.dtype = torch.float64, loop: str = "plain",
+    count: Callable[[Batch], Any] | None = None, **settings: Any,
 ) -> Program:
+    # fmt: on
     """Make a program; `settings` are those of the entrance, or options."""
     models = [net(fault).to(dtype) for _ in range(nets)]
     optimizers: list[torch.optim.Optimizer] = []

@@ -101,33 +101,30 @@ def _run(fault: Case | None, case: Case) -> list[Any]:
     return [each if isinstance(each, Result) else None for each in results]
 
 
-def _judged(  # noqa: PLR0911 - one for each promise
-    case: Case, found: Sequence[Any], undisturbed: Sequence[Result]
-) -> Outcome:
-    faulty = case.at // 1000
+def _judged(case: Case, found: Sequence[Any], undisturbed: Sequence[Result]) -> Outcome:
+    faulty, time = divmod(case.at, 1000)
     mine, other = found[faulty], found[1 - faulty]
-    where = f"rank {faulty}, {case.place}, time {case.at % 1000}"
-    if "hang" in found:
-        return Outcome("hang", f"{where}: a rank has not ended after {LIMIT:g} s")
-    if mine is not None and not mine.reached:
-        return Outcome("not reached")
-    if (mine is None) != (case.error == "SIGKILL") or other is None:
-        return Outcome("unclear", f"{where}: a rank died without a word")
-    for rank, each in enumerate(found):
-        if each is not None and not each.is_known:
-            return Outcome("unclear", f"{where}: {each.error}")
-        ahead = rank == faulty and case.place == "optimizer after"  # it may have made that step
-        if each is not None and not any(
-            each.weights == pytest.approx(true, rel=1e-12, abs=1e-14)
-            for true in undisturbed[rank].states[each.done :][: 1 + ahead]
-        ):
-            return Outcome("wrong", f"{where}: other weights after {each.done} updates; {each.error}")
     of_memory = case.error in {"OutOfMemoryError", "CPU allocator"}
     in_the_loss = case.mode in {"ddp", "across"} and case.entrance == "BigStep" and case.place in _IN_THE_LOSS
     survivable = case.error == "SIGSTOP" or (of_memory and in_the_loss)
-    if survivable and not all(each is not None and each.done == UPDATES for each in found):
-        return Outcome("lost", f"{where}: this could have gone on: {(mine or other).error}")
-    return Outcome("fine")
+    kind, words = "fine", ""
+    if "hang" in found:
+        kind, words = "hang", f"a rank has not ended after {LIMIT:g} s"
+    elif mine is not None and not mine.reached:
+        return Outcome("not reached")
+    elif (mine is None) != (case.error == "SIGKILL") or other is None:
+        kind, words = "unclear", "a rank died without a word"
+    elif unknown := [each.error for each in found if each is not None and not each.is_known]:
+        kind, words = "unclear", unknown[0]
+    else:
+        for rank, each in enumerate(found):
+            ahead = rank == faulty and case.place == "optimizer after"  # it may have made that step
+            true = undisturbed[rank].states[each.done :][: 1 + ahead] if each is not None else []
+            if each is not None and not any(each.weights == pytest.approx(w, rel=1e-12, abs=1e-14) for w in true):
+                kind, words = "wrong", f"other weights after {each.done} updates; {each.error}"
+        if kind == "fine" and survivable and not all(each is not None and each.done == UPDATES for each in found):
+            kind, words = "lost", f"this could have gone on: {(mine or other).error}"
+    return Outcome(kind, words and f"rank {faulty}, {case.place}, time {time}: {words}")
 
 
 def _trained(rank: int, case: Case, fault: Case | None) -> Result:

@@ -21,24 +21,10 @@ from torch.utils import _pytree as pytree
 from tests.faults.programs import Program
 
 _PATCHABLE: tuple[Any, ...] = (
-    torch,
-    torch.Tensor,
-    torch.nn.functional,
-    torch.nn.Module,
-    torch.nn.Linear,
-    torch.nn.BatchNorm1d,
-    torch.nn.modules.batchnorm,
-    torch.nn.modules.batchnorm._BatchNorm,
-    torch.autograd,
-    torch.autograd.graph,
-    torch.optim.Optimizer,
-    torch.utils.checkpoint,
-    torch.random,
-    torch.distributed,
-    random,
-    np.random,
-    threading,
-)
+    torch, torch.Tensor, torch.nn.functional, torch.nn.Module, torch.nn.Linear, torch.nn.BatchNorm1d,
+    torch.nn.modules.batchnorm, torch.nn.BatchNorm1d.__base__, torch.autograd, torch.autograd.graph,
+    torch.optim.Optimizer, torch.utils.checkpoint, torch.random, torch.distributed, random, np.random, threading,
+)  # fmt: skip
 _FLOOR = 1e-2  # below this norm a number may be the rounding of larger ones that cancel
 
 
