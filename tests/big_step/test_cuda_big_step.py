@@ -359,25 +359,6 @@ def test_padding_of_an_embedding_stays_untrained() -> None:
     assert not torch.equal(before[1], table.weight[1])
 
 
-def test_shapes_that_come_and_go_are_captured_each() -> None:
-    """Batches of several sizes, back and forth, and modes that change: always the big batch."""
-    data = batches([16, 10, 16, 7, 10, 16, 16])
-    mine, true = model(), model()
-    step = BigStep(
-        mine,
-        OPTIMIZERS["adamw-fused"](mine.parameters()),
-        cross_entropy,
-        micro_batch_size=4,
-        options=Options(cuda_graph=True),
-    )
-    for number, batch in enumerate(data):
-        mine.train(number % 3 == 0)
-        step(batch)
-    train_big(true, data, cross_entropy, OPTIMIZERS["adamw-fused"], 1, None)
-    assert distance(mine, true) < 1e-12
-    assert "steps" in captures(step)
-
-
 @pytest.mark.parametrize("loss", ["tokens", "sequences"])
 @pytest.mark.parametrize("host", [False, True])
 def test_packed_micro_batches_are_replayed_and_exact(loss: str, host: bool) -> None:
@@ -438,32 +419,6 @@ def test_captured_dropout_draws_new_masks() -> None:
     outputs = [step(batch).extras for _ in range(4)]
     parts = [part for out in outputs for part in out.split(4)]
     assert all(not torch.equal(parts[0], part) for part in parts[1:])
-
-
-@pytest.mark.parametrize("cuda_graph", [False, True])
-def test_unused_parameters_are_left_alone(cuda_graph: bool) -> None:
-    """A parameter without gradient is not stepped: no weight decay on it."""
-
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(5, 7), nn.Linear(5, 7)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.used(x)
-            return found
-
-    network = Part().cuda().double()
-    before = network.unused.weight.detach().clone()
-    steps(
-        network,
-        batches([8] * 4),
-        cross_entropy,
-        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
-        micro_batch_size=4,
-        options=Options(cuda_graph=cuda_graph),
-    )
-    assert torch.equal(before, network.unused.weight)
 
 
 @pytest.mark.usefixtures("way")
