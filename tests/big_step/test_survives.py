@@ -359,39 +359,46 @@ def test_a_step_that_has_begun_is_not_made_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
 
 
-def failing_once(step: BigStep) -> None:
-    """Have a hook run out of memory before the first step."""
-    failures = [MemoryError()]
+def test_a_hook_that_runs_out_of_memory_is_survived() -> None:
+    """Nothing was stepped yet; also after a sample that is alone, and had nothing to do with it."""
+    failures = list[BaseException]()
 
     def hook() -> None:
         if failures:
             raise failures.pop()
 
-    step.before_step(hook)
-
-
-def test_a_hook_that_runs_out_of_memory_is_survived() -> None:
-    """Nothing was stepped yet; also after a sample that is alone, and had nothing to do with it."""
     model, twin = PLAIN.model(), PLAIN.model()
-    step = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=4)
-    failing_once(step)
-    step(PLAIN.batch(4, 0))
+    steps = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=4), packing(only_up_to(9, 24))
+    for step, batch in zip(steps, (PLAIN.batch(4, 0), padded([12, 12, 6, 6, 6, 6, 3])), strict=True):
+        failures.append(MemoryError())
+        step.before_step(hook)
+        assert step(batch).micro_batches > 1
     BigStep(twin, sgd(trained(twin)), PLAIN.loss, micro_batch_size=2)(PLAIN.batch(4, 0))
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
-    step = packing(only_up_to(9, 24))
-    failing_once(step)
-    assert step(padded([12, 12, 6, 6, 6, 6, 3])).micro_batches
 
 
 # Packed micro-batches.
 
 
-@pytest.mark.parametrize("budget", [4, 14, "auto"])
-def test_packed_micro_batches_that_never_fit_end_in_an_error(budget: Any) -> None:
-    """A sample longer than the budget must not make it grow again; the error names the longest."""
-    step = packing(only_up_to(0, 24), budget)
-    with pytest.raises((OutOfMemory, ConfigurationError), match=r"one sample (of length 6|does not fit)"):
-        step(padded([6, 2, 1, 2, 1, 2]))
+@pytest.mark.parametrize(
+    ("lengths", "fits", "budget", "made"),
+    [
+        *(([6, 2, 1, 2, 1, 2], 0, budget, 0) for budget in (4, 14, "auto")),  # no budget helps: the longest is named
+        ([24, *[3] * 8], 4, 24, 3),  # one is alone, whatever the budget, and stands for none
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_packed_micro_batches_shrink_until_they_fit(
+    *, lengths: list[int], fits: int, budget: Any, made: int, check: bool
+) -> None:
+    """Or end in an error: a sample longer than the budget must not make it grow again."""
+    step = packing(only_up_to(fits, 24), budget, check=check)
+    if made:
+        assert step(padded(lengths)).micro_batches == made
+        assert learned(step) == 12
+    else:
+        with pytest.raises((OutOfMemory, ConfigurationError), match=r"one sample (of length 6|does not fit)"):
+            step(padded(lengths))
 
 
 def test_packed_micro_batches_shrink_and_are_exact() -> None:
@@ -439,14 +446,6 @@ def padded(lengths: list[int]) -> Batch:
     """Sequences of these lengths."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return {"x": torch.ones(*mask.shape, 3, dtype=torch.float64) * mask[..., None], "mask": mask}
-
-
-@pytest.mark.parametrize("check", [False, True])
-def test_a_sample_alone_does_not_stand_for_others_that_fail(check: bool) -> None:
-    """It is in a group of its own, whatever the budget; where the others do not fit, they are made smaller."""
-    step = packing(only_up_to(4, 24), check=check)
-    assert step(padded([24, *[3] * 8])).micro_batches == 3
-    assert learned(step) == 12
 
 
 def test_a_sample_that_fails_alone_does_not_make_the_others_smaller() -> None:

@@ -153,7 +153,12 @@ class Replayed:
         """Return the result of a replay; its tensors are written by the next one. Captures where there is no graph."""
         captured = self.captured.pop(shape, None)
         if captured is None:
-            captured = self._capture(inputs, call, gradients)
+            try:
+                captured = self._capture(inputs, call, gradients)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise NotCapturable("there is no memory for its graph") from error
+                raise
         else:
             self.replays += 1
             call.before(captured.result)
@@ -174,30 +179,22 @@ class Replayed:
             if isinstance(leaf, Tensor)
         }
         given, versions = mapped(inputs, fixed.get), self._versions()
-        try:
-            with self._guard.capturing():
-                # Weights that autocast has cast outside are not used inside; those of the inside are the graph's.
+        with self._guard.capturing():
+            # Weights that autocast has cast outside are not used inside; those of the inside are the graph's.
+            torch.clear_autocast_cache()
+            try:
+                graph, result = self._recorder.record(partial(call.record, given))
+            finally:
                 torch.clear_autocast_cache()
-                try:
-                    graph, result = self._recorder.record(partial(call.record, given))
-                finally:
-                    torch.clear_autocast_cache()
-                self._refuse_others(gradients)
-                # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
-                reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
-                gradients.remember()
-                captured = Captured(graph, fixed, result, reached, call.reads())
-                call.before(result)
-                captured.replay(inputs)
-                return captured
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise NotCapturable("there is no memory for its graph") from error
-            raise
-
-    def _refuse_others(self, gradients: Gradients) -> None:
-        if any(self._others(gradients)):
-            raise NotCapturable("another set of parameters gets gradients than before")
+            if any(self._others(gradients)):
+                raise NotCapturable("another set of parameters gets gradients than before")
+            # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
+            reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
+            gradients.remember()
+            captured = Captured(graph, fixed, result, reached, call.reads())
+            call.before(result)
+            captured.replay(inputs)
+        return captured
 
     def _others(self, gradients: Gradients) -> list[bool]:
         return [p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)]
@@ -208,15 +205,12 @@ class Replayed:
 
 def shape_of(inputs: Any) -> str:
     """Name the shapes and kinds of all tensors; anything else by its value, which a graph bakes in."""
-    return "; ".join(
-        f"{path} {leaf.dtype} {tuple(leaf.shape)}{' wants a gradient' if leaf.requires_grad else ''}"
-        if isinstance(leaf, Tensor)
-        else f"{path} {_value(leaf)}"
-        for path, leaf in leaves(inputs)
-    )
+    return "; ".join(f"{path} {_named(leaf)}" for path, leaf in leaves(inputs))
 
 
-def _value(leaf: Any) -> str:
+def _named(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}{' wants a gradient' if leaf.requires_grad else ''}"
     if hasattr(leaf, "tobytes"):  # numpy shows large arrays in part
         return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')} {leaf.tobytes()!r}"
     _refuse_unknown("its batch holds", leaf)
