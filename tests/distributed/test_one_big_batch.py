@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, BigStep, Options
-from bigbatch.distributed import reduction
+from bigbatch.distributed import ranks as of_ranks
 from tests.support import rank_loops as loops
 from tests.support.rank_loops import SIZES, WRAPPERS, Sizes, batches_of, mean, model, parts_of, shards, weights
 from tests.support.ranks import exactly, on_ranks
@@ -106,7 +106,7 @@ def trained(rank: int, case: Case) -> Any:
     network = (MODELS.get(case.kind) or WRAPPERS[case.kind.partition(",")[0]])(model())
     batches = batches_of(rank, case.sizes)
     group: dict[str, Any] = {"group": dist.group.WORLD} if case.kind == "group" else {}
-    with patch.object(reduction, "_BUCKET", 64):  # some gradients are larger, and sent from where they are
+    with patch.object(of_ranks, "_BUCKET", 64):  # some gradients are larger, and sent from where they are
         if case.way == "big_steps":
             optimizer, options = loops.OPTIMIZERS[case.optimizer](network.parameters()), Options(**group)
             named: Any = {"micro_batch_size": 2, "clip_norm": 1.0, "options": options}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed.statement import Statement, Words, agree, fingerprint, trained
@@ -23,6 +24,7 @@ from bigbatch.loss.count import LOW_PRECISION, Count, TotalOfSum
 if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
 
+_BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _NUMBERS = 40  # in every row: a rank that fails need not know which one the others wait for
 _FAILED, _AGAIN, _SEVERAL = 1, 2, 3  # codes: a rank has failed, tries again, needs counts in advance
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # objects that a group serves
@@ -46,6 +48,7 @@ class Ranks(Team):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)
         self._loops = 0
+        self.apart: dist.ProcessGroup | None = group  # whose gradients are added up when a window closes, if any
         self._reached = 0  # one number of the shards that backwards have reached since ranks compared it
 
     def serve(self, owner: object) -> None:
@@ -177,6 +180,28 @@ class Ranks(Team):
         found = agree(rows, lambda name: self._exchange(words[name]), self._names)
         self.others_go_on = found.going > mine.going
         return found
+
+    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
+        """Correct the gradients, and add up what backwards have not; those that only other ranks have reached, too."""
+        if self.apart is None or self.reduced:
+            gradients.scale(correction * self.size if self.reduced else correction)  # DDP has averaged
+            return 1.0
+        if agreement.missing:
+            came = [p.grad is not None for p in gradients.parameters]
+            anywhere = torch.tensor(came, dtype=torch.uint8, device=self.wire(gradients.device))
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.group)
+            gradients.fill(anywhere.bool().tolist())
+        gradients.scale(correction)
+        dense = gradients.dense()
+        for device in dict.fromkeys(gradient.device for gradient in dense):
+            for bucket in _take_tensors([gradient for gradient in dense if gradient.device == device], _BUCKET):
+                # A lone tensor may be large, and is sent from where it is.
+                flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
+                flat = flat.to(self.wire(flat.device))
+                dist.all_reduce(flat, group=self.apart)
+                if flat.data_ptr() != bucket[0].data_ptr():
+                    torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+        return 1.0
 
     # Values of all ranks, where samples are coupled. Ranks that come to different collectives would send each other
     # tensors of other sizes, and end in torch or never. So each says first, in a row, which one it has come to.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed import fsdp_internals as fsdp
@@ -17,12 +16,9 @@ from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
 from bigbatch.distributed.statement import Statement, Words, bits_in_one
 from bigbatch.distributed.team import adding_zeros, restore_after, speak
 from bigbatch.errors import ConfigurationError, WindowDisturbed, WindowError
-from bigbatch.loss.count import Count
 
 if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
-
-_BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 
 
 class Replicas(Ranks):
@@ -101,14 +97,6 @@ class Replicas(Ranks):
                 wrapper._sync_buffers()  # noqa: SLF001 - no public name
         return found
 
-    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
-        """Correct the gradients and add them up over all ranks, unless DDP has."""
-        if self.reduced:
-            gradients.scale(correction * self.size)  # DDP has averaged
-        else:
-            _add_up(self, self.group, gradients, correction, agreement)
-        return 1.0
-
 
 class Shards(Ranks):
     """Processes that hold a part of the model each: all that `fully_shard` (FSDP2) has made of it.
@@ -131,7 +119,7 @@ class Shards(Ranks):
         self.within: dist.ProcessGroup = self._groups[0].mesh_info.shard_process_group  # the ranks of one replica
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may wait in host memory
         self.overlap, self._last = overlap, False  # whether the next backward is the window's last
-        self._apart = None if overlap else fsdp.replicas_of(self._groups)  # added up when the window closes
+        self.apart = None if overlap else fsdp.replicas_of(self._groups)
 
     def serve(self, owner: object) -> None:
         """Begin: nothing is averaged on the way while `owner` lives, since weights say it all."""
@@ -152,7 +140,7 @@ class Shards(Ranks):
         fsdp.reduce_in_backward(self._groups, set(map(id, own)), reduces=reduces)
         with (
             naming_lost_ranks(),
-            nullcontext() if self._apart is None else fsdp.within_a_replica(self._groups),
+            nullcontext() if self.apart is None else fsdp.within_a_replica(self._groups),
             nullcontext() if adds else adding_zeros(fsdp.whole_weights(self._parts)),
         ):
             yield
@@ -171,18 +159,10 @@ class Shards(Ranks):
                 fix="accumulator.discard(), then Accumulator(...) without overlap=True; or shorter windows by steps=",
             )
         _refuse_hooks(getattr(group, "_all_reduce_hook", None) for group in self._groups)
-        replica = min(dist.get_process_group_ranks(self.group if self._apart is None else self.within))
+        replica = min(dist.get_process_group_ranks(self.group if self.apart is None else self.within))
         mine = mine._replace(reached=float(self._reached), replica=float(replica))
         self._reached = 0  # compared once, whatever comes of it
         return super().agree(mine, words, gradients)
-
-    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
-        """Correct what backwards have added up; replicas of shards are added up here."""
-        if self._apart is None:
-            gradients.scale(correction)
-        else:
-            _add_up(self, self._apart, gradients, correction, agreement)
-        return 1.0
 
     def norm(self, gradients: "Gradients") -> Tensor:
         """Return the norm of the whole gradient: over the ranks of one replica, which has all of it."""
@@ -211,24 +191,3 @@ def _refuse_hooks(hooks: Iterator[object]) -> None:
             "the model has a communication hook, and bigbatch adds up gradients without it.",
             fix="the model without a hook; or, with DDP, Accumulator(..., overlap=True), which has DDP reduce",
         )
-
-
-def _add_up(
-    ranks: Ranks, group: dist.ProcessGroup, gradients: "Gradients", correction: Count, agreement: Statement
-) -> None:
-    """Correct the gradients, fill those that only other ranks have reached with zeros, and add all up over a group."""
-    if agreement.missing:
-        came = [p.grad is not None for p in gradients.parameters]
-        anywhere = torch.tensor(came, dtype=torch.uint8, device=ranks.wire(gradients.device))
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=ranks.group)
-        gradients.fill(anywhere.bool().tolist())
-    gradients.scale(correction)
-    dense = gradients.dense()
-    for device in dict.fromkeys(gradient.device for gradient in dense):
-        for bucket in _take_tensors([gradient for gradient in dense if gradient.device == device], _BUCKET):
-            # A lone tensor may be large, and is sent from where it is.
-            flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
-            flat = flat.to(ranks.wire(flat.device))
-            dist.all_reduce(flat, group=group)
-            if flat.data_ptr() != bucket[0].data_ptr():
-                torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
