@@ -17,7 +17,7 @@ from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed.statement import Statement, Words, agree, fingerprint, trained
-from bigbatch.distributed.team import Team
+from bigbatch.distributed.team import Team, speak
 from bigbatch.errors import BigBatchError, LossError, PathsDiffer, RankFailed, SeveralCounts, WindowError
 from bigbatch.loss.count import LOW_PRECISION, Count, TotalOfSum
 
@@ -42,9 +42,13 @@ class Ranks(Team):
 
     is_alone = False
 
-    def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel] = (), *, overlap: bool = False
+    ) -> None:
         super().__init__(wrappers)
         self.group = group
+        self.overlap, self._last = overlap, False  # whether the next backward is the window's last
+        self.in_common = overlap or self.sharded
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)
         self._loops = 0
@@ -56,6 +60,12 @@ class Ranks(Team):
         super().serve(owner)
         # Of all that these processes make together: the same on every rank.
         self._number = _made[self.group] = _made.get(self.group, 0) + 1
+
+    def prepare(self, *, last: bool) -> None:
+        """Before a forward: say whether its backward is the window's last; DDP reduces in that one, where it should."""
+        self._last = last
+        for wrapper in self.wrappers:
+            speak(wrapper, backward=self.overlap and last, forward=False)
 
     def open_window(self) -> None:
         """Begin a window, of which nothing was said yet, and nothing was reduced."""

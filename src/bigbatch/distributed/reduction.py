@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.distributed import fsdp_internals as fsdp
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
 from bigbatch.distributed.statement import Statement, Words, bits_in_one
-from bigbatch.distributed.team import adding_zeros, restore_after, speak
+from bigbatch.distributed.team import adding_zeros, restore_after
 from bigbatch.errors import ConfigurationError, WindowDisturbed, WindowError
 
 if TYPE_CHECKING:
@@ -36,16 +36,8 @@ class Replicas(Ranks):
         *,
         overlap: bool = False,
     ) -> None:
-        super().__init__(group, wrappers)
+        super().__init__(group, wrappers, overlap=overlap)
         self._models = models
-        self.overlap = self.in_common = overlap
-        self._reduces = False  # whether DDP reduces in the next backward
-
-    def prepare(self, *, last: bool) -> None:
-        """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
-        self._reduces = self.overlap and last
-        for wrapper in self.wrappers:
-            speak(wrapper, backward=self._reduces, forward=False)
 
     def check_last_batch(self) -> None:
         """After a loop whose last batch had no backward: raise where DDP of others may wait inside of theirs."""
@@ -58,7 +50,7 @@ class Replicas(Ranks):
 
     def check_loss(self, dtype: torch.dtype) -> None:
         """Before a backward: raise where DDP would reduce in it by itself."""
-        if not self._reduces and any(wrapper.require_backward_grad_sync for wrapper in self.wrappers):
+        if not (self.overlap and self._last) and any(wrapper.require_backward_grad_sync for wrapper in self.wrappers):
             raise WindowDisturbed(
                 "DistributedDataParallel would reduce in this backward: its flag require_backward_grad_sync was set, "
                 "as by the end of a no_sync(). Nothing was added.",
@@ -71,7 +63,7 @@ class Replicas(Ranks):
         """Have DDP reduce in a window's last backward."""
         with naming_lost_ranks(), nullcontext() if adds else adding_zeros(own):
             yield
-        self.reduced = self._reduces
+        self.reduced = self.overlap and self._last
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Check what is to be added up, or what DDP has, and agree, at first on the weights, too; then share buffers.
@@ -106,7 +98,7 @@ class Shards(Ranks):
     weights say it all. Which ranks they are, and so who has samples of its own, the mesh of `fully_shard` tells.
     """
 
-    sharded = in_common = True
+    sharded = True
 
     def __init__(self, parts: Sequence[Any], *, overlap: bool = False) -> None:
         self._parts = parts
@@ -115,10 +107,9 @@ class Shards(Ranks):
         if len({(tuple(mesh.shape), *mesh.mesh.flatten().tolist()) for mesh in meshes}) != 1:
             found, fix = f"{len(meshes)} parts: {meshes}", "the same mesh in every call:  fully_shard(part, mesh=mesh)"
             raise ConfigurationError("a model is sharded over one mesh.", found=found, fix=fix)
-        super().__init__(fsdp.flat(meshes[0]))
+        super().__init__(fsdp.flat(meshes[0]), overlap=overlap)
         self.within: dist.ProcessGroup = self._groups[0].mesh_info.shard_process_group  # the ranks of one replica
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may wait in host memory
-        self.overlap, self._last = overlap, False  # whether the next backward is the window's last
         self.apart = None if overlap else fsdp.replicas_of(self._groups)
 
     def serve(self, owner: object) -> None:
@@ -127,10 +118,6 @@ class Shards(Ranks):
         for part in self._parts:
             fsdp.set_average(part, averages=False)
             restore_after(owner, part, partial(fsdp.set_average, averages=True))
-
-    def prepare(self, *, last: bool) -> None:
-        """Before a forward: say whether its backward is the window's last."""
-        self._last = last
 
     @contextmanager
     def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
