@@ -52,19 +52,9 @@ class Applied(nn.Module):
         return self.function(x)
 
 
-def centred() -> nn.Module:
-    """A statistic of the batch that no layer of torch's takes."""
-    return Applied(lambda x: x - x.mean(0))
-
-
-def noisy() -> nn.Module:
-    """Random numbers that are no dropout, in training mode and out of it."""
-    return Applied(lambda x: x + torch.randn_like(x))
-
-
-def drawing() -> nn.Module:
-    """A random number of Python's, which no operation shows."""
-    return Applied(lambda x: x * random.random())  # noqa: S311 - no secret
+centred = partial(Applied, lambda x: x - x.mean(0))  # a statistic of the batch that no layer of torch's takes
+noisy = partial(Applied, lambda x: x + torch.randn_like(x))  # random numbers of no dropout, in training mode and out
+drawing = partial(Applied, lambda x: x * random.random())  # noqa: S311 - no secret; of Python's, which no graph shows
 
 
 def restless() -> nn.Module:

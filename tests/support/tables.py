@@ -47,34 +47,32 @@ class Turning(nn.Module):
         return torch.cos(places / over)[:, None]
 
 
-class AsBuffer(Turning):
-    """A registered buffer that grows with the longest batch so far."""
-
-    kept: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", self.made(2), persistent=False)
-
-    def table(self, width: int) -> Tensor:
-        """Make a longer one where this is too short."""
-        if width > len(self.kept):
-            self.kept = self.made(width, width)  # all of it is another
-        return self.kept
-
-
 class AsAttribute(Turning):
-    """A plain attribute."""
+    """A plain attribute that grows with the longest batch so far."""
+
+    kept: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: Tensor | None = None
+        self.keep()
+
+    def keep(self) -> None:
+        """Begin with none."""
+        self.kept = None
 
     def table(self, width: int) -> Tensor:
         """Make a longer one where this is too short."""
         if self.kept is None or width > len(self.kept):
             self.kept = self.made(width, width)  # all of it is another
         return self.kept
+
+
+class AsBuffer(AsAttribute):
+    """A registered buffer."""
+
+    def keep(self) -> None:
+        """Begin with a short one."""
+        self.register_buffer("kept", self.made(2), persistent=False)
 
 
 class InATuple(Turning):
