@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,25 +21,11 @@ from bigbatch.loss.count import Arrival, Count
 from bigbatch.window.gradients import Gradients, all_parameters
 
 if TYPE_CHECKING:
+    from bigbatch.noise.monitor import GradientNoise
     from bigbatch.window.window import Window
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
-
-
-class Witness(Protocol):
-    """Whoever wants to see the gradient of a window while it grows; nothing is computed for it unless it asks."""
-
-    def attends(self) -> bool:
-        """Note that a window opens; return whether to be shown it."""
-
-    def first(self, window: "Window", start: Count, count: Count) -> None:
-        """See a window when `.grad` holds its first micro-batch alone.
-
-        `start` is what its backward was started with, loss scale included; `count` is what its loss was averaged over.
-        """
-
-    def whole(self, window: "Window") -> None:
-        """See a window whose micro-batches are all there, before it is corrected, clipped and stepped with."""
+Witness: TypeAlias = "GradientNoise"  # sees a window with its first gradient alone, and with all of them
 
 
 @dataclass
@@ -52,7 +38,7 @@ class Stepper:
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
-    witness: Witness | None = None  # sees the first gradient of a window and its last
+    witness: "Witness | None" = None
     team: Team = field(default_factory=Team)  # who makes the big batch together with this process
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     window: "weakref.ref[Window] | None" = None  # an optimizer stepped by hand while one is open raises
@@ -120,7 +106,7 @@ class Stepper:
 
         return end
 
-    def open(self, window: "Window") -> Witness | None:
+    def open(self, window: "Window") -> "Witness | None":
         """Begin with a window, of which nothing is stepped yet; returns who wants to see it."""
         self.window, self._doing, self.weighed = weakref.ref(window), "", False
         return self.witness if self.witness is not None and self.witness.attends() else None
