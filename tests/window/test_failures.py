@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import group
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from bigbatch import Accumulator, BigStep, Options
@@ -24,7 +24,6 @@ from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import Window
 from tests.support.bombs import Bomb, Restless, restless_loss, seed
 from tests.support.coupled import siglip, twins
-from tests.support.ranks import run_on_ranks
 from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import Batch, mlp, rows, seeded
 from tests.support.training import MASKED, PLAIN, Training, micro_batches
@@ -36,8 +35,8 @@ MASKED_BATCHES = micro_batches()
 class Once:
     """Fails the first time that it is called, and never again."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error: BaseException | None = error
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Fail, or do nothing."""
@@ -45,19 +44,20 @@ class Once:
         if error is not None:
             raise error
 
-    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Fail before a function runs."""
-        return lambda *args, **kwargs: (self(), function(*args, **kwargs))[1]
 
-    def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Fail when a function has run, as Ctrl-C may."""
-        return lambda *args, **kwargs: (function(*args, **kwargs), self())[0]
+def before(call: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call something, that may fail, before a function runs."""
+    return lambda *args, **kwargs: (call(), function(*args, **kwargs))[1]
+
+
+def after(call: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call it when the function has run, as Ctrl-C may come."""
+    return lambda *args, **kwargs: (function(*args, **kwargs), call())[0]
 
 
 def fail(*_: Any, **__: Any) -> Any:
     """Fail, as a user's own code may."""
-    message = "no space left on device"
-    raise OSError(message)
+    raise OSError("no space left on device")
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -71,10 +71,10 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 @pytest.mark.parametrize(
     ("where", "place"),
     [
-        ((Gradients, "remember", Once.after), 0),  # before the count
-        ((Gradients, "remember", Once.after), 1),
-        ((Window, "close", Once.before), 2),  # before the step
-        ((Statement, "big_loss", Once.before), 2),  # in it
+        ((Gradients, "remember", after), 0),  # before the count
+        ((Gradients, "remember", after), 1),
+        ((Window, "close", before), 2),  # before the step
+        ((Statement, "big_loss", before), 2),  # in it
     ],
 )
 def test_a_failure_after_a_backward_breaks_the_window(
@@ -180,11 +180,11 @@ MODES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Any], Opt
     "norms": (norms, lambda m, b: m(b["x"]).square().mean(), Options()),
 }
 STEPPING: dict[str, Callable[[Any, Any, Once, pytest.MonkeyPatch], object]] = {
-    "scheduler": lambda _, s, once, patch: patch.setattr(s, "step", once.before(s.step)),
+    "scheduler": lambda _, s, once, patch: patch.setattr(s, "step", before(once, s.step)),
     "pre-hook": lambda o, _, once, __: o.register_step_pre_hook(once),
     "post-hook": lambda o, _, once, __: o.register_step_post_hook(once),
-    "end of the step": lambda _, __, once, patch: patch.setattr(Stepper, "step", once.after(Stepper.step)),
-    "end of the window": lambda _, __, once, patch: patch.setattr(Window, "close", once.after(Window.close)),
+    "end of the step": lambda _, __, once, patch: patch.setattr(Stepper, "step", after(once, Stepper.step)),
+    "end of the window": lambda _, __, once, patch: patch.setattr(Window, "close", after(once, Window.close)),
 }
 
 
@@ -218,28 +218,7 @@ def test_a_step_that_has_begun_is_never_made_again(
     assert len(steps) == 2
 
 
-def absent(rank: int) -> bool:
-    """Take part without samples, with a hook that fails; returns whether gradients are left."""
-    model = mlp()()
-    step = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=2, options=Options(group=group.WORLD))
-    step.before_step(Once(OSError("no space")))
-    with pytest.raises(OSError, match="no space"):
-        step(None if rank else PLAIN.batch(4, 0))
-    return any(p.grad is not None for p in model.parameters())
-
-
-def test_a_rank_without_samples_keeps_no_gradient_of_a_step_that_failed() -> None:
-    """Nor does one with samples."""
-    assert run_on_ranks(2, absent) == [False, False]
-
-
 # What a failed attempt has changed.
-
-
-def noting(calls: set[type], restore: Callable[[Any], None], owner: Any) -> None:
-    """Note whose `restore` is called."""
-    calls.add(type(owner))
-    restore(owner)
 
 
 @pytest.mark.parametrize("which", [Buffers, Randomness])
@@ -251,11 +230,11 @@ def test_what_cannot_be_restored_is_raised(which: type, during: str, monkeypatch
     step = BigStep(model, sgd(trained(model)), restless_loss, micro_batch_size=4)
     for number in range(2):  # samples are compared in both
         step(rows(8, number))
-    calls = set[type]()
+    calls = Counter[type]()
     for owner in (Buffers, Randomness):
-        noted: Any = Once(torch.OutOfMemoryError("out of memory")).before if owner is which else partial
-        restore = noted(owner.restore)
-        monkeypatch.setattr(owner, "restore", lambda each, restore=restore: noting(calls, restore, each))
+        fault = Once(torch.OutOfMemoryError("out of memory") if owner is which else None)
+        counting = partial(calls.update, [owner])
+        monkeypatch.setattr(owner, "restore", before(counting, before(fault, owner.restore)))
     if during == "count":
         with pytest.raises(WindowBroken, match="could not be restored"), untouched([model]):
             raise MemoryError
@@ -263,7 +242,7 @@ def test_what_cannot_be_restored_is_raised(which: type, during: str, monkeypatch
         step.before_step(Once(torch.OutOfMemoryError("out of memory")))
         with pytest.raises(WindowBroken, match=r"(?s)could not be restored.*checkpoint"):
             step(rows(8, 0))
-    assert calls == {Buffers, Randomness}
+    assert calls.keys() == {Buffers, Randomness}
 
 
 def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,8 +254,7 @@ def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.M
         if len(batch["x"]) > 2:
             activations = torch.zeros(3)
             held.append(weakref.ref(activations))
-            message = "out of memory"
-            raise torch.OutOfMemoryError(message)
+            raise torch.OutOfMemoryError("out of memory")
         return PLAIN.loss(model, batch)
 
     restore = Buffers.restore
