@@ -49,8 +49,7 @@ def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and mesh.size() == dist.get_world_size():
         return world
-    found: dist.ProcessGroup = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()  # noqa: SLF001 - no public name
-    return found
+    return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()  # noqa: SLF001 - no public name
 
 
 def set_average(part: Any, *, averages: bool) -> None:

@@ -25,10 +25,6 @@ _SIDE = 64  # of a small square parameter that stands in for the real ones
 _USUAL_STATES = 2  # of an optimizer that cannot be tried on a small one: as Adam has
 
 
-class OverLimit(MemoryError):
-    """An action was stopped since it would have held more host memory than it may."""
-
-
 class LiveBytes(TorchDispatchMode):
     """Inside `with LiveBytes() as live:` counts the bytes of tensors that operations return while they live.
 
@@ -38,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         block: storages are rounded up to a multiple of so many bytes; CUDA's allocator hands out 512 at least.
-        limit: the most bytes; more of them raise `OverLimit`.
+        limit: the most bytes; more of them raise a MemoryError.
     """
 
     def __init__(self, *, block: int = 1, limit: int | None = None) -> None:
@@ -65,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.add(outputs)
         self.peak = max(self.peak, self.now)
         if self._limit is not None and self.now > self._limit:
-            raise OverLimit(f"{func} made this {self.now:,} bytes of at most {self._limit:,}")
+            raise MemoryError(f"{func} made this {self.now:,} bytes of at most {self._limit:,}")
         return outputs
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
