@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Update
-from bigbatch.errors import BatchNormError, LossError, WindowError
+from bigbatch.errors import BatchNormError, LossError, SeveralCounts, WindowError
 from tests.support.messages import approve
 from tests.support.ranks import run_on_ranks
 from tests.support.reference import big_batches, trained, windows
@@ -31,10 +31,11 @@ RATIO = Loss(
 )
 EXACT = {"masked": MASKED, "plain": PLAIN, "two terms": RATIO}
 NORMED = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-COUPLED: dict[str, tuple[Loss, type[Exception]]] = {
+REFUSED: dict[str, tuple[Loss, type[Exception]]] = {
     "batch norm": (Loss("norm", NORMED, rows, PLAIN.loss), BatchNormError),
     "contrastive": (Loss("pairs", mlp(), rows, cosines), LossError),
     "rmse": (Loss("rmse", mlp(), rows, lambda m, b: PLAIN.loss(m, b).sqrt()), LossError),
+    "a sum": (Loss("several", mlp(), rows, lambda m, b: PLAIN.loss(m, b) + m(b["x"]).abs().sum()), SeveralCounts),
 }
 
 
@@ -91,13 +92,13 @@ def test_two_ranks_are_exact(kind: str) -> None:
     assert run_on_ranks(2, on_ranks, kind) == [None, None]
 
 
-@pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_samples_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_add_up_is_refused(name: str) -> None:
     """As in `backward`; and the parameters have no gradients of it."""
-    case, kind = COUPLED[name]
+    case, kind = REFUSED[name]
     training = Weighing(steps=2, case=case)
     with pytest.raises(kind):
-        training.weigh(case.batch(4, 0))
+        training.accumulator.weigh(case.loss(training.model, case.batch(4, 0)))
     training.assert_untouched()
     assert training.accumulator.settle() is None
 

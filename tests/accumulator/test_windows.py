@@ -75,8 +75,8 @@ def test_accumulators_over_one_loader_with_one_that_looks_a_window_ahead() -> No
     for training in trainings:
         loader = training.accumulator.over(loader)
     for batch in loader:
-        for training in trainings:
-            training.backward(batch)
+        made = [training.backward(batch) is not None for training in trainings]
+        assert all(made) is (batch is BATCHES[-1])
     for training, size in zip(trainings, (4, 3, 2), strict=True):
         training.assert_big_batches(*windows(BATCHES, size))
 
@@ -164,3 +164,6 @@ def test_a_refused_loss_is_not_taken_for_the_one_before() -> None:
     assert update is not None
     assert (update.count, update.micro_batches) == (3 * batch["value"].numel(), 3)
     assert update.loss.item() == pytest.approx(expected, rel=1e-12)
+    for place, _ in enumerate(training.accumulator.over([batch] * 3)):
+        add(PLAIN, place, refused=True)
+        add(MASKED, 1)  # the batch may be tried again
