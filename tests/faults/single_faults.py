@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -22,6 +21,7 @@ from tests.faults.driving import POLICIES, Run, Trouble
 from tests.faults.injecting import ERRORS, OUT_OF_MEMORY, Fault, injecting
 from tests.faults.outcomes import Case, Outcome, run_cases
 from tests.faults.programs import MODES, SPLIT_MATTERS, program
+from tests.support.bombs import seed
 
 KINDS = ("op", "place", "call", "op, twice")
 TOLERANCE = 1e-12
@@ -98,7 +98,7 @@ class Laboratory:
         return self._undisturbed[key]
 
     def _tried(self, case: Case, fault: Fault, policy: str) -> Outcome:
-        _seed()
+        seed()
         tried = program(case.entrance, case.mode, fault)
         batches = snapshots.copied(tried.batches)
         run = Run(tried, fault, policy)
@@ -141,7 +141,7 @@ class _Undisturbed:
 
     def __init__(self, entrance: str, mode: str, cuts: Sequence[int] = ()) -> None:
         fault = Fault()
-        _seed()
+        seed()
         made = program(entrance, mode, fault)
         run = Run(made, fault, "discard", [*cuts, len(made.batches)] if cuts and made.loop == "iterator" else cuts)
         with injecting(fault, "op", "call"):
@@ -150,12 +150,6 @@ class _Undisturbed:
         self.seen, self.said = fault.seen, run.said
         self.final: dict[str, Any] = snapshots.numbers(made, gradients=False)
         self.surroundings = snapshots.surroundings(made)
-
-
-def _seed() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - the one that is restored
 
 
 def _chosen(case: Case, seen: dict[str, int], by: random.Random) -> tuple[str, int, str]:

@@ -11,35 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.faults.injecting import ERRORS
+from tests.faults.injecting import OUT_OF_MEMORY as NAMES
 from tests.support.reference import state, trained, weights
 from tests.support.samples import CLASSES, Batch
 
 POINTS = ("forward", "module hook", "loss", "backward", "gradient hook", "parameter hook")
-OUT_OF_MEMORY: list[Callable[[], BaseException]] = [
-    lambda: torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ..."
-    ),
-    lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    lambda: RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-    lambda: RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-        "allocate 41000000000 bytes. Error code 12 (Cannot allocate memory)"
-    ),
-    MemoryError,
-    lambda: _caused(RuntimeError("backend failed"), MemoryError()),
-]
 OTHER: list[Callable[[], BaseException]] = [
+    *(ERRORS[name] for name in ("RuntimeError", "KeyboardInterrupt")),
     lambda: ValueError("user error"),
-    KeyboardInterrupt,
-    lambda: RuntimeError("device-side assert triggered"),
     lambda: StopIteration("done"),
     lambda: ValueError("out of memory"),  # a text alone makes no error of memory
 ]
 
 
-def _caused(error: BaseException, by: BaseException) -> BaseException:
-    error.__cause__ = by
+def _caused() -> BaseException:
+    error = RuntimeError("backend failed")
+    error.__cause__ = MemoryError()
     return error
+
+
+OUT_OF_MEMORY = [*(ERRORS[name] for name in sorted(NAMES)), _caused]
 
 
 @dataclass

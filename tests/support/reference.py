@@ -63,78 +63,51 @@ def weights(model: nn.Module) -> list[Tensor]:
 def state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Every number an optimizer keeps, in the order of its parameters."""
     kept = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-    return [
-        torch.as_tensor(each[key], dtype=torch.float64)
-        for each in kept
-        for key in sorted(each)
-        if each[key] is not None
-    ]
+    values = [each[key] for each in kept for key in sorted(each)]
+    return [torch.as_tensor(value, dtype=torch.float64) for value in values if value is not None]
 
 
 def big_batches(
-    case: Loss,
-    batches: Sequence[Batch],
-    steps: int | Sequence[int],
-    *,
-    model: nn.Module | None = None,
-    loss: LossFunction | None = None,
-    optimizer: OptimizerFactory = sgd,
-    clip_norm: float | None = None,
-    epochs: int = 1,
-) -> Run:
+    case: Loss, batches: Sequence[Batch], steps: int | Sequence[int], *,
+    model: nn.Module | None = None, loss: LossFunction | None = None,
+    optimizer: OptimizerFactory = sgd, clip_norm: float | None = None, epochs: int = 1,
+) -> Run:  # fmt: skip
     """One forward and backward over each window's samples joined."""
-    model = model or case.model()
-    loss = loss or case.loss
-    updater = optimizer(trained(model))
-    run = Run([], [], [], [], [], [])
-    before = weights(model)
-    for _ in range(epochs):
-        for window in windows(batches, steps):
-            batch = case.join(window)
-            if case.count and not case.count(batch):
-                continue  # nothing to average: no update
-            updater.zero_grad()
-            value = loss(model, batch)
-            value.backward()
-            norm = clip_grad_norm_(trained(model), float("inf") if clip_norm is None else clip_norm)
-            updater.step()
-            after = weights(model)
-            run.steps.append([a - b for a, b in zip(after, before, strict=True)])
-            before = after
-            run.losses.append(float(value.detach()))
-            run.norms.append(float(norm))
-            run.counts.append(float(case.count(batch)) if case.count else None)
+    model, loss = model or case.model(), loss or case.loss
+    updater, run, before = optimizer(trained(model)), Run([], [], [], [], [], []), weights(model)
+    for window in windows(batches, steps) * epochs:
+        batch = case.join(window)
+        if case.count and not case.count(batch):
+            continue  # nothing to average: no update
+        updater.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        norm = clip_grad_norm_(trained(model), float("inf") if clip_norm is None else clip_norm)
+        updater.step()
+        after = weights(model)
+        run.steps.append([a - b for a, b in zip(after, before, strict=True)])
+        before = after
+        run.losses.append(float(value.detach()))
+        run.norms.append(float(norm))
+        run.counts.append(float(case.count(batch)) if case.count else None)
     run.weights.extend(before)
     run.state.extend(state(updater))
     return run
 
 
 def accumulated(
-    case: Loss,
-    batches: Sequence[Batch],
-    steps: int,
-    *,
-    model: nn.Module | None = None,
-    loss: LossFunction | None = None,
-    optimizer: OptimizerFactory = sgd,
-    clip_norm: float | None = None,
-    epochs: int = 1,
-    counts: Callable[[Batch], tuple[float, ...]] | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-) -> Run:
-    """The same updates, micro-batch by micro-batch."""
-    model = model or case.model()
-    loss = loss or case.loss
-    updater = optimizer(trained(model))
-    accumulator = Accumulator(model, updater, steps=steps, clip_norm=clip_norm, counts=counts, scaler=scaler)
-    run = Run([], [], [], [], [], [])
-    before = weights(model)
+    case: Loss, batches: Sequence[Batch], steps: int, *, model: nn.Module | None = None,
+    loss: LossFunction | None = None, optimizer: OptimizerFactory = sgd, epochs: int = 1, **settings: Any,
+) -> Run:  # fmt: skip
+    """The same updates, micro-batch by micro-batch; `settings` are the Accumulator's."""
+    model, loss = model or case.model(), loss or case.loss
+    updater, run, before = optimizer(trained(model)), Run([], [], [], [], [], []), weights(model)
+    accumulator = Accumulator(model, updater, steps=steps, **settings)
     for _ in range(epochs):
         for batch in accumulator.over(batches):
             update = accumulator.backward(loss(model, batch))
-            if update is None or update.skipped:
-                continue
-            before = taken_down(run, update, before, model, case)
+            if update is not None and not update.skipped:
+                before = taken_down(run, update, before, model, case)
     run.weights.extend(before)
     run.state.extend(state(updater))
     return run

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from tests.support.losses import READABLE, SEVERAL
 from tests.support.samples import Batch, Loss, mlp, rows
@@ -22,9 +21,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def low_precision(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss all in bf16."""
-    return F.cross_entropy(model(batch["x"].bfloat16()), batch["partly"])
+_BF16 = Loss("bf16", lambda: mlp()().bfloat16(), rows, lambda m, b: F.cross_entropy(m(b["x"].bfloat16()), b["partly"]))
+_FP16 = Loss("fp16", mlp(), rows, lambda m, b: MASKED.loss(m, b).half())
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,9 @@ TRAININGS: dict[str, Interrupted] = {
     "sum+regulariser": Interrupted(next(case for case in READABLE if case.name == "sum+l2")),
     "mean+regulariser": Interrupted(next(case for case in READABLE if case.name == "mean+norms")),
     "several-counts": Interrupted(SEVERAL[1], lambda: {"counts": SEVERAL[1].counts}),
-    "bf16": Interrupted(Loss("bf16", lambda: mlp()().bfloat16(), rows, low_precision)),
-    "bf16-own": Interrupted(
-        Loss("bf16", lambda: mlp()().bfloat16(), rows, low_precision), lambda: {"gradient_dtype": None}
-    ),
-    "fp16-scaled": Interrupted(
-        Loss("fp16", mlp(), rows, lambda m, b: MASKED.loss(m, b).half()),
-        lambda: {"scaler": torch.amp.GradScaler("cpu")},
-    ),
+    "bf16": Interrupted(_BF16),
+    "bf16-own": Interrupted(_BF16, lambda: {"gradient_dtype": None}),
+    "fp16-scaled": Interrupted(_FP16, lambda: {"scaler": torch.amp.GradScaler("cpu")}),
 }
 
 
@@ -67,24 +60,16 @@ def first_half(name: str) -> dict[str, Any]:
         training.backward(batch)
         if place == STOP:
             break
-    scaler = training.scaler
-    return {
-        "model": training.model.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "accumulator": training.accumulator.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-    }
+    parts = {name: getattr(training, name) for name in ("model", "optimizer", "accumulator", "scaler")}
+    return {name: None if part is None else part.state_dict() for name, part in parts.items()}
 
 
 def second_half(name: str, saved: dict[str, Any]) -> Training:
     """Load a checkpoint and train on."""
     training = TRAININGS[name].start()
-    training.model.load_state_dict(saved["model"])
-    training.optimizer.load_state_dict(saved["optimizer"])
-    training.accumulator.load_state_dict(saved["accumulator"])
-    scaler = training.scaler
-    if scaler is not None:
-        scaler.load_state_dict(saved["scaler"])
+    for part, state in saved.items():
+        if state is not None:
+            getattr(training, part).load_state_dict(state)
     training.train(TRAININGS[name].batches[STOP:])
     return training
 

@@ -61,13 +61,8 @@ class Training:
 
     def assert_big_batches(self, *windows: Sequence[Batch], tolerance: float = TOLERANCE) -> None:
         """Weights and optimizer state are those after one real big batch per window."""
-        true = big_batches(
-            self.case,
-            [batch for window in windows for batch in window],
-            [len(window) for window in windows],
-            optimizer=self._factory,
-            clip_norm=self._clip_norm,
-        )
+        batches, steps = [batch for window in windows for batch in window], [len(window) for window in windows]
+        true = big_batches(self.case, batches, steps, optimizer=self._factory, clip_norm=self._clip_norm)
         assert distance(self.weights, true.weights) <= tolerance, "the weights differ"
         assert distance(state(self.optimizer), true.state, FLOOR) <= tolerance, "the optimizer's state differs"
 
