@@ -293,7 +293,7 @@ class BigStep:
         short = is_short(error)
         # Captured windows hold a window's memory, and it may fit without them.
         found = (short and self._runner.forget()) or (
-            side_by_side and self._together.fall_back(error, out_of_memory=short)
+            side_by_side and self._together.where.fall_back(error, out_of_memory=short)
         )
         if not found and (not short or (division is None and self._cut_again)):
             return False

@@ -414,27 +414,29 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)  # asked for its name al
 )
 def test_the_first_choice(asked: Any, device: torch.device, micro_batches: int, inside: bool, mode: str) -> None:
     """A single micro-batch waits for nobody, and a host's memory is where it is."""
-    assert Activations(asked, device).mode(micro_batches, meets_inside=inside) == mode
+    assert Activations(asked, device, lambda: inside).mode(micro_batches) == mode
 
 
 @pytest.mark.parametrize("asked", ["auto", "recompute"])
 def test_what_turns_out_on_the_way(asked: Any) -> None:
     """A model that cannot be recomputed is kept, once and for all; what does not fit is offloaded from a device."""
     for error in (CannotRecompute("no"), UnreadableLoss("no")):
-        where = Activations(asked, GPU)
-        assert not where.fall_back(error, recomputed=False, out_of_memory=False)
-        assert not where.fall_back(ValueError(), recomputed=True, out_of_memory=False)
-        assert where.fall_back(error, recomputed=True, out_of_memory=False) == (asked == "auto")
-        assert where.mode(2, meets_inside=False) == ("keep" if asked == "auto" else "recompute")
-        assert not where.fall_back(error, recomputed=True, out_of_memory=False)
-        assert where.fall_back(MemoryError(), recomputed=False, out_of_memory=True) == (asked == "auto")
-        assert where.mode(2, meets_inside=True) == ("offload" if asked == "auto" else "recompute")
-        assert not where.fall_back(MemoryError(), recomputed=False, out_of_memory=True)
-    unseen, on_host = Activations("auto", GPU), Activations("auto", CPU)
-    unseen.passed(recomputed_nothing=True)
-    unseen.passed(recomputed_nothing=False)
-    assert unseen.mode(2, meets_inside=False) == "keep"
-    assert not on_host.fall_back(MemoryError(), recomputed=False, out_of_memory=True)
+        where = Activations(asked, GPU, lambda: False)
+        assert not where.fall_back(error, out_of_memory=False)
+        where.recomputed = True
+        assert not where.fall_back(ValueError(), out_of_memory=False)
+        assert where.fall_back(error, out_of_memory=False) == (asked == "auto")
+        assert where.mode(2) == ("keep" if asked == "auto" else "recompute")
+        assert not where.fall_back(error, out_of_memory=False)
+        assert where.fall_back(MemoryError(), out_of_memory=True) == (asked == "auto")
+        assert where.mode(2) == ("offload" if asked == "auto" else "recompute")
+        assert not where.fall_back(MemoryError(), out_of_memory=True)
+    unseen, on_host = Activations("auto", GPU, lambda: False), Activations("auto", CPU, lambda: False)
+    for recomputed, calls, mode in ((False, 0, "recompute"), (True, 3, "recompute"), (True, 0, "keep")):
+        unseen.recomputed = recomputed
+        unseen.passed(calls)
+        assert unseen.mode(2) == mode
+    assert not on_host.fall_back(MemoryError(), out_of_memory=True)
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
@@ -444,25 +446,25 @@ def test_room_is_looked_for_before_the_window(device: torch.device, monkeypatch:
 
     def room(where: Activations, size: float, samples: int, shape: str = "a", *, budget: int = 1000) -> str:
         measure = lambda: (asked.append(size), size)[1]  # type: ignore[func-returns-value]  # noqa: E731
-        where.make_room(measure, samples, shape, meets_inside=True, budget=budget, pinned=100)
-        return where.mode(2, meets_inside=True)
+        where.make_room(measure, samples, shape, budget=budget, pinned=100)
+        return where.mode(2)
 
     monkeypatch.setattr(activations, "host_available", lambda: 1900)
     monkeypatch.setattr(activations, "resident", lambda: 100)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
-    where = Activations("auto", device)
+    where = Activations("auto", device, lambda: True)
     assert [room(where, 10, 70), room(where, 10, 70)] == ["keep", "keep"]
     assert where.of_a_sample == 10
     assert asked == [10]
     most = 100 if device == GPU else 45  # what is pinned counts as there; a host keeps to memory= as well
     if device == GPU:  # 0.9 times 800 on the device itself
         assert room(where, 20, 37, "b") == "offload"
-        assert room(Activations("keep", device), 1000, 1000) == "keep"
+        assert room(Activations("keep", device, lambda: True), 1000, 1000) == "keep"
     room(where, 20, most, "b")
     with pytest.raises(OutOfMemory, match="Nothing was changed") as caught:
         room(where, 20, most + 1, "b")
     assert ("within memory=" in str(caught.value)) == (device == CPU)
-    Activations("recompute", device).make_room(lambda: 1e9, 9, "", meets_inside=False, budget=1, pinned=0)
+    Activations("recompute", device, lambda: False).make_room(lambda: 1e9, 9, "", budget=1, pinned=0)
     assert asked == [10, 20]
     for shape in range(20):  # of many shapes the largest is taken
         room(where, 1, 2, f"{shape}")

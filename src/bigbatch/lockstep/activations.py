@@ -24,28 +24,31 @@ class Activations:
 
     _must_wait = False  # whether a model that could be recomputed has turned out not to be
     _is_tight = False  # whether keeping all activations has been too much
+    recomputed = False  # whether the latest window was
     of_a_sample: float | None = None  # bytes that wait, of the latest window's samples
 
-    def __init__(self, given: Literal["auto", "keep", "recompute", "offload"], device: torch.device) -> None:
-        """`given` is the user's choice."""
-        self._given, self._device = given, device
+    def __init__(
+        self, given: Literal["auto", "keep", "recompute", "offload"], device: torch.device, meets: Callable[[], bool]
+    ) -> None:
+        """`given` is the user's choice; `meets` tells whether micro-batches meet inside of a model."""
+        self._given, self._device, self._meets = given, device, meets
         self._known: dict[str, float] = {}  # bytes of a sample that wait, by the samples' shape
 
-    def mode(self, micro_batches: int, *, meets_inside: bool) -> Mode:
-        """Choose for a window; `meets_inside`: its micro-batches meet inside of a model."""
+    def mode(self, micro_batches: int) -> Mode:
+        """Choose for a window."""
         if micro_batches == 1 or (self._given == "offload" and self._device.type != "cuda"):
             return "keep"  # a host's memory is where it is
         if self._given != "auto":
             return self._given
-        if not self._must_wait and not meets_inside:
+        if not self._must_wait and not self._meets():
             return "recompute"
         return "offload" if self._is_tight else "keep"
 
-    def passed(self, *, recomputed_nothing: bool) -> None:
-        """Say that a window went well; models whose calls cannot be seen are not recomputed."""
-        self._must_wait = self._must_wait or recomputed_nothing
+    def passed(self, calls: int) -> None:
+        """Say that a window went well, in which so many calls of models were seen: without any, none is recomputed."""
+        self._must_wait = self._must_wait or (self.recomputed and not calls)
 
-    def fall_back(self, error: BaseException, *, recomputed: bool, out_of_memory: bool) -> bool:
+    def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Choose another way where this one failed, if that is ours; returns whether to run the window again."""
         if self._given != "auto":
             return False
@@ -54,19 +57,17 @@ class Activations:
             self._is_tight = self._is_tight or again
         else:
             # A model's own loss is in what is recomputed, so its count cannot be read.
-            again = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not self._must_wait
+            again = self.recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not self._must_wait
             self._must_wait = self._must_wait or again
         return again
 
-    def make_room(
-        self, measure: Callable[[], float], samples: int, shape: str, *, meets_inside: bool, budget: int, pinned: int
-    ) -> None:
+    def make_room(self, measure: Callable[[], float], samples: int, shape: str, *, budget: int, pinned: int) -> None:
         """Choose by what there is room for; raise before the window begins where the host's memory will not do.
 
         `measure` tells what a sample's activations take, asked once for samples of a `shape`. `budget` is what may be
         used on the device, and `pinned` what is held of the host's memory already.
         """
-        if self._given == "keep" or self.mode(samples, meets_inside=meets_inside) == "recompute":
+        if self._given == "keep" or self.mode(samples) == "recompute":
             return
         on_device = self._device.type == "cuda"
         host = host_available() + pinned
@@ -79,7 +80,7 @@ class Activations:
             most = self._known[shape]
         self.of_a_sample, needed = most, int(most * samples)
         self._is_tight = self._is_tight or (on_device and needed > _FILLED * free)
-        if needed > there and (not on_device or self.mode(samples, meets_inside=meets_inside) == "offload"):
+        if needed > there and (not on_device or self.mode(samples) == "offload"):
             raise OutOfMemory(
                 f"the samples of this batch are coupled, so the activations of all {samples} wait in the host's memory "
                 "while micro-batches run in lock-step. Nothing was changed.",

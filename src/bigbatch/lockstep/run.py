@@ -15,7 +15,7 @@ from bigbatch.errors import LossError
 from bigbatch.execute.graph_record import workspaces_freer
 from bigbatch.execute.micro_step import Runner
 from bigbatch.lockstep import batch_norm
-from bigbatch.lockstep.activations import Activations, Mode
+from bigbatch.lockstep.activations import Activations
 from bigbatch.lockstep.collectives import are_the_same, refuse_changed, refuse_unlike
 from bigbatch.lockstep.model_state import OwnParameters
 from bigbatch.lockstep.norm_kernels import Constants
@@ -52,10 +52,9 @@ class Together:
         Without `norms_meet` BatchNorm is left to normalize by the micro-batch.
         """
         self._models, self._runner, self._device, self._norms_meet = models, runner, device, norms_meet
-        self._where = Activations(given, device)
+        self.where = Activations(given, device, self._meets_in_model)
         self._crew, self._constants = Crew(), Constants()
         self._windows = 0  # that went well
-        self._recomputed = False  # whether the latest window was
         self._same_terms: set[tuple[int, str]] = set()  # see `Round`
         self.statistics: set[int] = set()  # ids of buffers that norms have moved together, once per window
         self._offload: Offload | None = None
@@ -70,12 +69,12 @@ class Together:
             micro_batches,
             partial(self._launched, sizes=sizes),
             settings=self._runner.settings(),
-            kind=f"{self._activations(len(sizes))} {tuple(sizes)}",
+            kind=f"{self.where.mode(len(sizes))} {tuple(sizes)}",
             reads=self._constants.all,
         )
 
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
-        mode, round_, extras = self._activations(len(sizes)), self._round(sizes), [None] * len(sizes)
+        mode, round_, extras = self.where.mode(len(sizes)), self._round(sizes), [None] * len(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
             round_.free_workspaces = workspaces_freer() or round_.free_workspaces
         ranks, recompute, is_alike = window.ranks, None, False
@@ -95,6 +94,7 @@ class Together:
             is_alike = not self._windows and len(found) > 1 and _is_of_all_alone(found)
             return self._runner.weighed(window, found)
 
+        self.where.recomputed = mode == "recompute"
         with ExitStack() as around:
             if mode == "recompute":
                 # By a proxy: a window keeps the error that it failed with, that a graph, and the graph these calls.
@@ -102,7 +102,6 @@ class Together:
                 comparing = self._windows in _COMPARED and not window.recording
                 recompute = Recompute(wanted, frozenset(map(id, window.gradients.parameters)), comparing)
                 around.enter_context(recompute.of(self._models))
-            self._recomputed = recompute is not None
             if mode == "offload":
                 around.enter_context(self._offloading(round_))
             if ranks is not None:  # learn how many samples they have, before micro-batches meet those
@@ -119,14 +118,14 @@ class Together:
                 "computes all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
                 stacklevel=outside(),
             )
-        self._where.passed(recomputed_nothing=recompute is not None and not recompute.calls)
+        self.where.passed(recompute.calls if recompute is not None else 0)
         self._windows += 1
         return extras
 
     def _offloading(self, round_: Round) -> AbstractContextManager[None]:
         replayed = self._runner.whole is not None
         self._offload = round_.offload = self._offload or Offload(self._device, sparing=replayed)
-        waiting, each = _WAITING_REPLAYED if replayed else _WAITING, self._where.of_a_sample
+        waiting, each = _WAITING_REPLAYED if replayed else _WAITING, self.where.of_a_sample
         limit = None if each is None else int(waiting * each * max(round_.sizes))
         modules = (module for model in self._models for module in model.modules())  # looked up once
         own = [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001 - quicker
@@ -153,10 +152,6 @@ class Together:
             carried, round_ = Carried.here(self._device), self._round([size], "probe")
             return self._crew.run(lambda _: run(micro_batch), carried, round_)[0]
 
-    def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
-        """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
-        return self._where.fall_back(error, recomputed=self._recomputed, out_of_memory=out_of_memory)
-
     def make_room(self, micro_batch: Callable[[], Any], sizes: Sequence[int], shape: str, budget: int) -> None:
         """Decide where activations wait; raise before the window begins where the host's memory will not hold them."""
         if len(sizes) == 1:
@@ -167,11 +162,8 @@ class Together:
             with untouched(self._models):
                 return self.rehearse(saved, micro_batch(), sizes[0]) / sizes[0]
 
-        pinned, inside = self._offload.memory.held if self._offload is not None else 0, self._meets_in_model()
-        self._where.make_room(measure, sum(sizes), shape, meets_inside=inside, budget=budget, pinned=pinned)
-
-    def _activations(self, micro_batches: int) -> Mode:
-        return self._where.mode(micro_batches, meets_inside=self._meets_in_model())
+        pinned = self._offload.memory.held if self._offload is not None else 0
+        self.where.make_room(measure, sum(sizes), shape, budget=budget, pinned=pinned)
 
     def _meets_in_model(self) -> bool:
         return self._norms_meet and any(is_awake(module) for _, module in batch_norms(self._models))
