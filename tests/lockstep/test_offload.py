@@ -169,21 +169,20 @@ def slow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_what_comes_back_does_so_ahead_of_time(seen: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all leave, from the second window on; where some stay, each comes back to memory that is there."""
+    """Where all leave, most of it; where some stay, each comes back to memory that is there."""
     for waiting, samples in ((0.0, 13), (0.8, 24)):
         monkeypatch.setattr(run, "_WAITING", waiting)
         step, parts = step_of(layered()(), cross_entropy, 2, check=False), -(-samples // 2)
         for number in range(3):
             seen.clear()
             step(images(samples, number))
-            assert number or not seen["ahead"]  # the first window has shown in which order
-        assert seen["went"] >= seen["came"] > 0
-        if waiting:
-            assert seen["came"] < 0.5 * parts * 3 * 2
-            assert seen["ahead"] == seen["came"]
-        else:  # one tensor of three norms each, forward and backward; not the first at each norm: nobody runs before it
-            assert seen["came"] >= 6 * (parts - 2)
-            assert seen["ahead"] > 0.25 * seen["came"]
+            assert seen["went"] >= seen["came"] > 0
+            if waiting:
+                assert seen["came"] < 0.5 * parts * 3 * 2
+                assert seen["ahead"] == seen["came"]
+            else:  # a tensor of three norms each, forward and backward; not the first at each norm: nobody is before it
+                assert seen["came"] >= 6 * (parts - 2)
+                assert seen["ahead"] > 0.25 * seen["came"]
 
 
 def test_host_memory_serves_again_and_what_follows_a_norm_is_made_again() -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bigbatch.lockstep import offload_evict, offload_store
 from bigbatch.lockstep.activations import Activations
-from bigbatch.lockstep.offload_evict import Held, Homecoming
+from bigbatch.lockstep.offload_evict import Homecoming
 
 
 class Stream:
@@ -148,23 +148,23 @@ def offload_late(patch: pytest.MonkeyPatch) -> Counter[str]:
     patch.setattr(offload_store, "_SLAB", 1 << 14)
     patch.setattr(Activations, "mode", lambda _, number, **__: "keep" if number == 1 else "offload")
     counted: Counter[str] = Counter()
-    empty, come_home, room = Homecoming.empty, Homecoming.come_home, Homecoming._room_for
+    empty, come_home, back = Homecoming.empty, Homecoming.come_home, offload_evict.copied_back
 
-    def emptied(self: Homecoming, number: int, home: Held) -> None:
-        storage = home.taken()
+    def emptied(self: Homecoming, name: int) -> None:
+        storage = self.absent[name][1].taken()
         if storage is not None:
             _spoil(storage)
             counted["went"] += 1
         del storage
-        empty(self, number, home)
+        empty(self, name)
 
-    def came(self: Homecoming, number: int) -> Any:
-        counted["ahead"] += number in self.there
-        found = come_home(self, number)
+    def came(self: Homecoming, name: int) -> Any:
+        counted["ahead"] += name in self.there
+        found = come_home(self, name)
         counted["came"] += found is not None
         return found
 
     patch.setattr(Homecoming, "empty", emptied)
     patch.setattr(Homecoming, "come_home", came)
-    patch.setattr(Homecoming, "_room_for", lambda self, number, out: _spoilt(room(self, number, out)))
+    patch.setattr(offload_evict, "copied_back", lambda tensor, *given: back(_spoilt(tensor), *given))
     return counted

@@ -1,6 +1,6 @@
 """What leaves the device while micro-batches wait, and comes back before it is asked for.
 
-Saved tensors go to the host, and are fetched ahead in backward: one window asks as the other did. And each of many
+Saved tensors go to the host, and are fetched ahead in backward: one window asks as the other did. Each of many
 micro-batches comes to a norm with a large tensor, and often with that of a shortcut as well: together more than all
 activations of one. So beyond a limit, whichever their number, micro-batches leave the memory of what they hold behind.
 In forward the host has a copy anyway; in backward a gradient is copied out and back. The tensors themselves stay:
@@ -72,7 +72,7 @@ def name_of(tensor: Tensor) -> int:
 
 @dataclass
 class Fetcher:
-    """What comes back from the host while one forward or one backward runs, on a stream of its own.
+    """Saved tensors that come back while a backward runs, on a stream of its own.
 
     Questions come in an order that is the same in every window of the same tensors. The first is written down; in those
     after it, what comes next is fetched while the present one is used, up to `room` bytes, and kept where it is needed
@@ -107,91 +107,97 @@ class Fetcher:
             if at >= self._looked:
                 self._looked = at + 1
             else:
-                self._is_soon_no_more(number)
-            self.fetch_ahead(here)
+                self._soon[number] -= 1
+                if not self._soon[number]:
+                    del self._soon[number]
+                    self._ahead -= self.outs[number].bytes
+            self._fetch_ahead(self.order, here)
         if number not in self._soon:
             self.there.pop(number, None)
         return found
 
-    def fetch_ahead(self, here: torch.cuda.Stream | None = None) -> None:
-        """Fetch what is asked for next, if that is known, up to a limit; what was fetched for it is not looked at."""
-        for number in (self.order or [])[self._looked : len(self.asked) + _FAR]:
+    def _fetch_ahead(self, order: list[int], here: torch.cuda.Stream) -> None:
+        """Fetch what is asked for next, up to a limit; what was fetched for it is not looked at."""
+        for number in order[self._looked : len(self.asked) + _FAR]:
             if number not in self._soon:
-                if not self._is_away(number) or self._ahead + self.outs[number].bytes > self.room:
+                if self._ahead + self.outs[number].bytes > self.room:
                     return
-                here = here or torch.cuda.current_stream(self.device)
                 self._fetched(number, here)
                 self._ahead += self.outs[number].bytes
                 self._soon[number] = 0
             self._soon[number] += 1
             self._looked += 1
 
-    def _is_soon_no_more(self, number: int) -> None:
-        self._soon[number] -= 1
-        if not self._soon[number]:
-            del self._soon[number]
-            self._ahead -= self.outs[number].bytes
-
     def _fetched(self, number: int, here: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
         """Bring a tensor back, if it is not there."""
         if number not in self.there:
             out = self.outs[number]
-            there = self._room_for(number, out)
-            self.stream.wait_stream(here)  # which may still use that memory
-            self.stream.wait_event(out.copied)
-            with torch.cuda.stream(self.stream):
-                there.copy_(out.host, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(self.stream)
-            self.there[number] = there, event
+            found = torch.empty_strided(out.host.shape, out.host.stride(), dtype=out.host.dtype, device=self.device)
+            self.there[number] = found, copied_back(found, out, self.stream, here)
         return self.there[number]
-
-    def _is_away(self, number: int) -> bool:
-        return number < len(self.outs)
-
-    def _room_for(self, _: int, out: Out) -> Tensor:
-        host = out.host
-        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.device)
 
 
 @dataclass
-class Homecoming(Fetcher):
-    """Tensors that live on without their memory, and get it back: whoever holds one finds it as it was."""
+class Homecoming:
+    """Memory that micro-batches do without while they wait; whoever holds a tensor in it finds it as it was.
 
-    _homes: dict[int, Held] = field(default_factory=dict)
+    It comes back in the order in which it left, since micro-batches take turns in theirs.
+    """
 
-    def empty(self, number: int, home: Held) -> None:
-        """Give up the memory of a tensor that has been copied out, if there still is one."""
-        storage = home.taken()
+    device: torch.device
+    stream: torch.cuda.Stream
+    outs: list[Out]
+    absent: dict[int, tuple[int, Held]] = field(default_factory=dict)  # by its name: the number of its copy
+    there: dict[int, torch.cuda.Event] = field(default_factory=dict)  # what is back ahead of its micro-batch
+    _gone: set[int] = field(default_factory=set)
+
+    def empty(self, name: int) -> None:
+        """Give up a piece of memory that has been copied out, if there still is one."""
+        storage = self.absent[name][1].taken()
         if storage is not None:
-            self._homes[number] = home
+            self._gone.add(name)
             storage.resize_(0)
 
-    def come_home(self, number: int) -> torch.cuda.Event | None:
-        """Have a tensor's memory back, for use on the present stream; returns when its copy was read."""
-        event = None
-        if self._is_away(number):
-            event = self._fetched(number, torch.cuda.current_stream(self.device))[1]
-            self.ask(number)
-            self.there.pop(number, None)
-            if self.order is not None and number in self._soon:
-                # It may leave once more before it is asked for again: then it is to be fetched again, too.
-                at = self.order.index(number, len(self.asked))
-                for each in self.order[at : self._looked]:
-                    self._is_soon_no_more(each)
-                self._looked = at
-        self._homes.pop(number, None)
+    def come_home(self, name: int) -> torch.cuda.Event | None:
+        """Have a piece of memory back, for use on the present stream; returns when its copy was read."""
+        here = torch.cuda.current_stream(self.device)
+        self._fetch(name, here)
+        event = self.there.pop(name, None)
+        if event is not None:
+            here.wait_event(event)
+        del self.absent[name]
         return event
 
-    def _is_away(self, number: int) -> bool:
-        return number in self._homes and not self._homes[number].reference.expired()
+    def fetch_ahead(self, room: int) -> None:
+        """Fetch the next so many bytes."""
+        here = torch.cuda.current_stream(self.device)
+        for name, (number, _) in self.absent.items():
+            if name in self._gone or name in self.there:
+                room -= self.outs[number].bytes
+                if room < 0:
+                    return
+                self._fetch(name, here)
 
-    def _room_for(self, number: int, out: Out) -> Tensor:
-        home = self._homes[number].taken()
-        assert home is not None  # noqa: S101 - it was seen to live
-        home.resize_(out.bytes)
-        host = out.host
-        return torch.empty(0, dtype=host.dtype, device=self.device).set_(home, 0, host.shape, host.stride())
+    def _fetch(self, name: int, here: torch.cuda.Stream) -> None:
+        number, held = self.absent[name]
+        storage = held.taken() if name in self._gone else None
+        self._gone.discard(name)
+        if storage is not None:
+            host = self.outs[number].host
+            storage.resize_(self.outs[number].bytes)
+            tensor = torch.empty(0, dtype=host.dtype, device=self.device).set_(storage, 0, host.shape, host.stride())
+            self.there[name] = copied_back(tensor, self.outs[number], self.stream, here)
+
+
+def copied_back(tensor: Tensor, out: Out, stream: torch.cuda.Stream, here: torch.cuda.Stream) -> torch.cuda.Event:
+    """Copy what is on the host into a tensor, beside the computation; returns when that is done."""
+    stream.wait_stream(here)  # which may still use that memory
+    stream.wait_event(out.copied)
+    with torch.cuda.stream(stream):
+        tensor.copy_(out.host, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return event
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ _ORDERS = 24  # kinds of forwards and backwards that are remembered
 _SLAB = 1 << 28  # bytes that are pinned at once, at least
 _PIECES = 4  # that a slab holds, at least: what is left at its end is a small part of it
 _ALIGNED = 512
-Way = TypeVar("Way", bound=Fetcher)
 
 
 class HostMemory:
@@ -68,68 +67,57 @@ class Offload:
         self.recipes = Recipes(self._stored, self._unpacked)
         # Each one for all windows: host memory is read before it is written again.
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._orders: dict[Any, list[int]] = {}
-        self._begin(None, tuple, 0)
+        self._orders: dict[tuple[int, ...], list[int]] = {}
+        self._begin(None, tuple)
 
-    def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
+    def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]]) -> None:
         self._outs: list[Out] = []
         self._largest = 0
         self._leaving: deque[tuple[int, Tensor]] = deque()
         self._leaving_bytes = 0
-        self._absent: dict[int, tuple[int, Held]] = {}  # memory that may go when all of it was copied, and its copy
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}  # where gradients have been, and read when
-        self._kinds: list[tuple[Any, Fetcher]] = []
-        self._begin_half(kind, Holdings(limit, kept))
+        self._coming_home = Homecoming(self._device, self._inward, self._outs)
         # A loss may be looked at before it goes back.
-        self._fetcher = Fetcher(self._device, self._inward, self._outs, 0)
+        self._begin_half(Fetcher(self._device, self._inward, self._outs, 0), Holdings(limit, kept))
 
-    def _begin_half(self, kind: Any, holdings: Holdings) -> None:
-        self._holdings = holdings
+    def _begin_half(self, fetcher: Fetcher, holdings: Holdings) -> None:
+        self._fetcher, self._holdings = fetcher, holdings
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # copies, by memory and view
         self.recipes.forget()
-        self._coming_home = self._ordered(kind, Homecoming, _COMING_HOME)
-
-    def _ordered(self, kind: Any, make: type[Way], largest: int) -> Way:
-        found = make(self._device, self._inward, self._outs, largest * self._largest, self._orders.get(kind))
-        self._kinds.append((kind, found))
-        return found
 
     @contextmanager
-    def window(
-        self, limit: int | None = None, kept: Callable[[], Iterable[Tensor]] = tuple, kind: Any = 0
-    ) -> Iterator[None]:
+    def window(self, limit: int | None = None, kept: Callable[[], Iterable[Tensor]] = tuple) -> Iterator[None]:
         """Begin with nothing, and leave nothing behind.
 
-        Beyond `limit` bytes micro-batches wait without what they hold, but for the memory of what is `kept`. Windows of
-        one `kind` are alike.
+        Beyond `limit` bytes micro-batches wait without what they hold, but for the memory of what is `kept`.
         """
         self._outward.wait_stream(self._inward)
         here = torch.cuda.current_stream(self._device)
         for stream in (self._outward, self._inward):
             stream.wait_stream(here)  # a part of what is captured, where this is
         self.memory.begin_anew()
-        self._begin(limit, kept, kind)
+        self._begin(limit, kept)
         try:
             yield
-            for each, fetcher in self._kinds:  # remember in which order this window has asked, if that was not known
-                if fetcher.asked and fetcher.asked != fetcher.order:
-                    self._orders[each] = fetcher.asked
+            if self._fetcher.asked != self._fetcher.order:  # remember in which order this window has asked
+                self._orders[self._kind] = self._fetcher.asked
             while len(self._orders) > _ORDERS:
                 del self._orders[next(iter(self._orders))]
         finally:
             for stream in (self._outward, self._inward):
                 here.wait_stream(stream)  # what was fetched for nothing is given back after its copy
-            self._begin(None, tuple, 0)
+            self._begin(None, tuple)
 
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
-        kind = tuple([out.bytes for out in self._outs])
-        self._fetcher = self._ordered(kind, Fetcher, self._under_way)
+        self._kind = tuple([out.bytes for out in self._outs])
+        room, order = self._under_way * self._largest, self._orders.get(self._kind)
+        fetcher = Fetcher(self._device, self._inward, self._outs, room, order)
         # What was saved last is asked for first: it need not come back.
-        self._fetcher.there = {number: (tensor, self._outs[number].copied) for number, tensor in self._leaving}
+        fetcher.there = {number: (tensor, self._outs[number].copied) for number, tensor in self._leaving}
         self._leaving.clear()
         self._leaving_bytes = 0
-        self._begin_half(("back", *kind), Holdings(self._holdings.limit, self._holdings.kept))
+        self._begin_half(fetcher, Holdings(self._holdings.limit, self._holdings.kept))
 
     def _stored(self, tensor: Tensor) -> Saved | int:
         """Put a tensor away that the micro-batch at hand has saved; returns the number of its copy, if it has one."""
@@ -159,9 +147,7 @@ class Offload:
         self._outs.append(Out(host, size, event, saved))
         self._leaving.append((number, tensor.detach()))
         self._leaving_bytes += size
-        if size > self._largest:
-            self._largest = size
-            self._coming_home.room = _COMING_HOME * size
+        self._largest = max(self._largest, size)
         while self._leaving_bytes > self._under_way * self._largest:
             # Give up the oldest that was copied: whoever gets its memory on this stream waits for the copy.
             oldest, leaving = self._leaving.popleft()
@@ -172,9 +158,9 @@ class Offload:
 
     def _empty(self, name: int) -> None:
         """Give up a piece of memory whose holder is absent, unless it is still copied: two views of it may be saved."""
-        may_go = name in self._absent and name not in self._holdings.staying
+        may_go = name in self._coming_home.absent and name not in self._holdings.staying
         if may_go and all(name_of(each) != name for _, each in self._leaving):
-            self._coming_home.empty(*self._absent[name])
+            self._coming_home.empty(name)
 
     def _unpacked(self, packed: Saved | int) -> Tensor:
         saved = packed if isinstance(packed, Saved) else self._outs[packed].saved
@@ -196,24 +182,24 @@ class Offload:
         if gradient is not None and gradient.numel() * gradient.element_size() >= _WORTH_MOVING:
             self._holdings.add(worker.number, gradient)
         shared = (tensor for tensor, _ in worker.round.shared)
-        left: dict[int, Held] = {}  # by the numbers of copies; where the host has no more room, those until then
+        left: list[Held] = []  # where the host has no more room, those until then
         try:
             for each in self._holdings.leaving(worker.number, worker.size, beside, shared):
                 saved = None if each.number is None else self._outs[each.number].saved
                 if saved is None or not saved.is_changed:  # else its copy is not of what it holds now
                     number = self._gradient_copied_out(each) if each.number is None else each.number
-                    self._absent[each.reference.cdata] = number, each
-                    left[number] = each
+                    self._coming_home.absent[each.reference.cdata] = number, each
+                    left.append(each)
                     self._empty(each.reference.cdata)
             yield bool(left)
         finally:
-            for number, each in left.items():
-                del self._absent[each.reference.cdata]
-                read = self._coming_home.come_home(number)
+            for each in left:
+                out = self._outs[self._coming_home.absent[each.reference.cdata][0]]
+                read = self._coming_home.come_home(each.reference.cdata)
                 if each.number is None and read is not None:
-                    out = self._outs[number]
                     self._free.setdefault(out.bytes, []).append((out.host, read))
-            self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
+            # Also for the first one who was away, when those before it go on.
+            self._coming_home.fetch_ahead(_COMING_HOME * self._largest)
 
     def _gradient_copied_out(self, held: Held) -> int:
         """Copy a gradient, now: the next time it may have another added to it."""

@@ -130,7 +130,7 @@ class Together:
         modules = (module for model in self._models for module in model.modules())  # looked up once
         own = [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001 - quicker
         kept = lambda: (tensor for each in own for tensor in each.values() if tensor is not None)  # noqa: E731
-        return self._offload.window(limit, kept, round_.sizes)
+        return self._offload.window(limit, kept)
 
     def each(
         self,
