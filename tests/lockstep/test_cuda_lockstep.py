@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across
 from bigbatch.batch.tree import mapped
-from tests.support.coupled import clip, gradients_of, twins
+from tests.support.coupled import Model, clip, gradients_of, mine, twins, unit
 from tests.support.samples import rows
 from tests.test_cuda import syncs
 
@@ -127,26 +127,20 @@ def test_batch_norm_is_the_big_batches(activations: str, size: int) -> None:
     assert_big_batches(residual, cross_entropy, batches, size, activations=activations)
 
 
-class Checkpointed(nn.Module):
-    """Blocks under a checkpoint."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.network, self.reentrant = residual(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3, h, w) → (n, 5)."""
-        x = self.network[0](x)  # type: ignore[index]
-        for block in self.network[1:-1]:  # type: ignore[index]
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        found: Tensor = self.network[-1](x)  # type: ignore[index]
-        return found
+def checkpointed(model: Any, x: Tensor) -> Any:
+    """Run the blocks under a checkpoint."""
+    stem, *blocks, head = model.network
+    x = stem(x)
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=model.reentrant)
+    return head(x)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_inside_meet_again(reentrant: bool) -> None:
     """Both kinds of checkpoint run BatchNorm again in backward, where micro-batches meet again."""
-    assert_big_batches(lambda: Checkpointed(reentrant=reentrant), cross_entropy, [images(13, n) for n in range(2)])
+    make = lambda: Model(checkpointed, network=residual(), reentrant=reentrant)  # noqa: E731
+    assert_big_batches(make, cross_entropy, [images(13, n) for n in range(2)])
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
@@ -176,19 +170,19 @@ def test_a_contrastive_loss_is_the_big_batches(activations: str, monkeypatch: py
     assert_big_batches(lambda: twins().cuda(), clip, [rows(11, number) for number in range(3)], activations=activations)
 
 
-class Attending(nn.Module):
-    """A layer of attention, and a temperature."""
+def attending(dropout: float, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a layer of attention, and a temperature: (n, tokens, 32) → (n, 32)."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
+    scale = nn.Parameter(torch.tensor(1.0))
+    forward = lambda m, x: (unit(m.layer(x).mean(1)), m.scale.exp())  # noqa: E731
+    return Model(forward, layer=layer, scale=scale).to("cuda", dtype)
 
-    def __init__(self, dropout: float, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.to("cuda", dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, tokens, 32) → (n, 32)."""
-        return F.normalize(self.layer(x).mean(1), dim=1), self.scale.exp()
+def contrasted(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row against all; the rows are extras."""
+    found, scale = network(x)
+    return F.cross_entropy(scale * found @ across.gather(found).T, mine(found)), found
 
 
 @pytest.mark.parametrize("tokens", [7, 32, 65])
@@ -197,13 +191,15 @@ class Attending(nn.Module):
 def test_attention_runs_again_as_it_ran(tokens: int, dropout: float, low: bool) -> None:
     """What its kernels save beside, as a seed that nobody has drawn, is not taken for another way."""
 
-    def contrasted(network: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=low):
-            found, scale = network(x)
-        mine = across.offset() + torch.arange(len(x), device=x.device)
-        return F.cross_entropy(scale * found.float() @ across.gather(found.float()).T, mine)
+    def loss(network: nn.Module, x: Tensor) -> Any:
+        def run(x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cuda", torch.bfloat16, enabled=low):
+                found, scale = network(x)
+            return found.float(), scale
 
-    step = step_of(Attending(dropout), contrasted, activations="recompute")
+        return contrasted(run, x)  # type: ignore[arg-type]
+
+    step = step_of(attending(dropout), loss, activations="recompute")
     for _ in range(2):
         step(torch.randn(12, tokens, 32))
 
@@ -225,36 +221,23 @@ def test_a_window_is_replayed_whole(activations: Any, layout: torch.memory_forma
 @pytest.mark.parametrize("activations", ["auto", "keep"])
 def test_a_contrastive_window_is_replayed_whole(activations: Any) -> None:
     """Also where the model runs twice; extras are copies."""
-
-    def contrasted(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        found, scale = network(x)
-        mine = across.offset() + torch.arange(len(x), device=x.device)
-        return F.cross_entropy(scale * found @ across.gather(found).T, mine), found
-
     by = torch.Generator().manual_seed(0)
     batches = [torch.randn(11, 7, 32, dtype=torch.float64, generator=by) for _ in range(5)]
-    make = lambda: Attending(0.0, torch.float64)  # noqa: E731
+    make = lambda: attending(0.0, torch.float64)  # noqa: E731
     step = assert_big_batches(make, contrasted, batches, activations=activations, cuda_graph=True)
     assert step._runner.whole is not None
     assert step._runner.whole.replays == 3
 
 
-class Noise(nn.Module):
-    """Noise from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = torch.Generator("cuda").manual_seed(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add some."""
-        return x + torch.rand(x.shape, generator=self.by, device=x.device, dtype=x.dtype)
+def noisy(model: Any, x: Tensor) -> Tensor:
+    """Add noise from a generator of the model's own."""
+    return x + torch.rand(x.shape, generator=model.by, device=x.device, dtype=x.dtype)
 
 
 UNCAPTURED: dict[str, Callable[[], nn.Module]] = {
     "a norm that waits": residual,
     "dropout": lambda: nn.Sequential(without_waiting(), nn.Dropout(0.5)),
-    "own generator": lambda: nn.Sequential(without_waiting(), Noise()),
+    "own generator": lambda: nn.Sequential(without_waiting(), Model(noisy, by=torch.Generator("cuda").manual_seed(0))),
 }
 
 

@@ -246,14 +246,15 @@ class Scored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """Add up products."""
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight
         return (x * weight).sum()
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor | None]:
         """Give the weight."""
-        x, weight = ctx.saved_tensors
-        return weight, above[0] * x if ctx.needs_input_grad[1] else None
+        (x,) = ctx.saved_tensors
+        return ctx.weight, above[0] * x if ctx.needs_input_grad[1] else None
 
 
 def score(m: Any, x: Tensor) -> Any:
@@ -266,7 +267,8 @@ def score(m: Any, x: Tensor) -> Any:
 
 def scoring(*, learned: bool) -> Make:
     """Make such a model."""
-    return model(score, below=norms, weight=lambda: nn.Parameter(torch.randn(2, 16), requires_grad=learned))
+    weight = partial(torch.randn, 2, 16, dtype=torch.float64)
+    return model(score, below=norms, weight=lambda: nn.Parameter(weight()) if learned else weight())
 
 
 def twice(m: Any, x: Tensor) -> Any:
