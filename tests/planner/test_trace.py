@@ -41,14 +41,9 @@ def tokens(size: int) -> Batch:
     return torch.randint(65, (size, 64)), torch.randint(65, (size * 64,))
 
 
-def features(size: int) -> Batch:
-    """Flat images."""
-    return torch.randn(size, 784), torch.randint(10, (size,))
-
-
-def images(size: int) -> Batch:
-    """Small images."""
-    return torch.randn(size, 3, 64, 64), torch.randint(10, (size,))
+def features(size: int, *shape: int) -> Batch:
+    """Flat images, or those of a shape."""
+    return torch.randn(size, *(shape or (784,))), torch.randint(10, (size,))
 
 
 TARGETS: tuple[Target, ...] = ("cpu", "cuda")
@@ -56,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callabl
     "transformer": (small_gpt, tokens, loss_fn),
     "transformer, autocast": (small_gpt, tokens, half),
     "mlp": (perceptron, features, loss_fn),
-    "cnn": (small_cnn, images, loss_fn),
+    "cnn": (small_cnn, lambda size: features(size, 3, 64, 64), loss_fn),
     "dropout and batch norm": (with_dropout, features, loss_fn),
 }
 
@@ -114,8 +109,8 @@ def test_a_foreach_step_has_temporaries_on_cuda() -> None:
     assert plain.peak == plain.resident + plain.optimizer_step
 
 
-def test_tracing_leaves_no_attributes_behind() -> None:
-    """That a forward sets; and the model still trains."""
+def test_tracing_leaves_no_attributes_behind_and_allocates_nothing() -> None:
+    """That a forward sets; a batch that no machine holds can be traced, and the model still trains."""
 
     class Caching(nn.Linear):
         cache: Tensor | None = None
@@ -126,15 +121,10 @@ def test_tracing_leaves_no_attributes_behind() -> None:
 
     model, batch = Caching(784, 10), features(4)
     predict(model, loss_fn, batch, torch.optim.AdamW(model.parameters()))
+    wide = torch.empty(1, 784).expand(1 << 36, 784)
+    assert predict(model, lambda m, b: m(b).sum(), wide).peak > 1 << 41
     assert model.cache is None
     loss_fn(model, batch).backward()
-
-
-def test_nothing_is_allocated() -> None:
-    """A batch that no machine holds can be traced."""
-    model = nn.Linear(10, 10)
-    wide = torch.empty(1, 10).expand(1 << 36, 10)
-    assert predict(model, lambda m, b: m(b).sum(), wide).peak > 1 << 41
 
 
 def attend(model: nn.Module, x: Tensor) -> Tensor:

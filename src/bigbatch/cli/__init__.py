@@ -1,4 +1,4 @@
-"""The command line: one file per command, put together here.
+"""The command line, put together.
 
 Nothing here imports torch before a command runs, so that `bigbatch --help` answers at once.
 """
@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from bigbatch.cli.plan import plan
+from bigbatch.cli.before_training import plan, verify
 from bigbatch.cli.train import train
-from bigbatch.cli.verify import verify
 from bigbatch_lint.cli import main as run_lint
 
 app = typer.Typer(

@@ -45,13 +45,18 @@ def show_json(data: Any) -> None:
     typer.echo(json.dumps(plain, indent=2))
 
 
-def write_page(to: Path, text: str) -> None:
-    """Write the page of `--html`, and say so."""
-    try:
-        to.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fail(f"--html {to}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
-    _say(f"Wrote {to}\n")
+def answer(data: dict[str, Any], text: str, page: str, *, as_json: bool, html: Path | None) -> None:
+    """Print a result as text or as JSON, and write the page of `--html`."""
+    if as_json:
+        show_json(data)
+    else:
+        show(text)
+    if html is not None:
+        try:
+            html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            fail(f"--html {html}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
+        _say(f"Wrote {html}\n")
 
 
 @contextmanager

@@ -77,9 +77,8 @@ def mistakes(runner: Runner, taken: Fit, right: Fit, *, has_alone: bool = False)
     counts = count_all(runner)
     count = _in_proportion_to(should, counts)
     if not near(scale, 1.0, 1e-3):
-        text = f"the gradient is {scale:.4g} times the big batch's"
-        totals = {name: math.fsum(each) for name, each in counts.items()}
-        yield cause("wrong-scale", "", text + _of_scale(scale, number, totals, count))
+        text = f"the gradient is {scale:.4g} times the big batch's{_of_scale(scale, number, counts, count)}"
+        yield cause("wrong-scale", "", text)
     if not is_common:
         text = f"micro-batches were weighted {proportion(used)}; the big batch weights them {proportion(should)}"
         text += f", in proportion to {count}" if count else ""
@@ -101,15 +100,17 @@ def _in_proportion_to(weights: Sequence[float], every: dict[str, list[float]]) -
     return ""
 
 
-def _of_scale(scale: float, number: int, totals: dict[str, float], count: str) -> str:
+def _of_scale(scale: float, number: int, counts: dict[str, list[float]], count: str) -> str:
     """Say which division is missing, or one too many, where all weights are wrong by one factor."""
-    known = {float(number): f", once for each of {number} micro-batches: it was not divided"}
-    known[1 / number] = ": it was divided by the number of micro-batches once too often"
-    for other, total in totals.items() if count else ():
-        if total:
-            text = f", as if divided by {total:g}, {other}, instead of {totals[count]:g}, {count}"
-            known.setdefault(totals[count] / total, text)
-    return next((text for factor, text in known.items() if near(scale, factor)), "")
+    if near(scale, number):
+        return f", once for each of {number} micro-batches: it was not divided"
+    if near(scale, 1 / number):
+        return ": it was divided by the number of micro-batches once too often"
+    right = math.fsum(counts.get(count, ()))
+    for other, total in ((name, math.fsum(each)) for name, each in counts.items()):
+        if right and total and near(scale, right / total):
+            return f", as if divided by {total:g}, {other}, instead of {right:g}, {count}"
+    return ""
 
 
 def _scale(used: Sequence[float], should: Sequence[float], kept: Sequence[int]) -> tuple[float, bool]:
