@@ -145,7 +145,7 @@ def test_what_does_not_fit_in_float64_is_judged_in_its_own_dtype_or_is_an_error(
     assert (found.samples_proved, found.in_float64) == (5, False)
     assert found.notes[0].startswith("Not even two samples fit into memory in float64, so it was judged in float32")
     with pytest.raises(errors.OutOfMemory) as raised:
-        verify(network(), never, samples(2), 1)
+        verify(network(), never, samples(3), 1)
     approve("verify", "nothing fits", raised.value)
 
 

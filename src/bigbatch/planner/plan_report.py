@@ -39,7 +39,6 @@ class Plan:
     refused: bool = False  # whether a step would refuse this loss, whatever its size
 
     def __str__(self) -> str:
-        """Return the recommendation, the table and the advice."""
         return "\n".join([self.headline(), "", *aligned(self.table()), "", *self.advice, *self.notes])
 
     def headline(self) -> str:
@@ -78,12 +77,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def advice(choice: Choice) -> tuple[str, ...]:
     """Say when accumulation is not needed."""
-    if not choice.fits_whole:
-        return ()
-    whole, chosen = choice.seconds(choice.largest), choice.seconds(choice.size)
     if choice.size == choice.largest:
         return ("The whole batch fits: no accumulation is needed.",)
-    if whole is None or chosen is None:
+    whole, chosen = choice.seconds(choice.largest), choice.seconds(choice.size)
+    if not choice.fits_whole or whole is None or chosen is None:
         return ()
     how, why = (f"{whole / chosen - 1:.0%} slower", "for speed or ") if whole > TIE * chosen else ("as fast", "")
     return (f"The whole batch fits, too, and is {how}: accumulate {why}to keep memory free, not for need.",)

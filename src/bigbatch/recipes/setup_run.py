@@ -129,11 +129,10 @@ def _summarize(setup: Setup, number: int, updates: list[Update], started: float)
             found=type(setup.data).__name__,
         )
     done = [update for update in updates if not update.skipped]
-    loss = clipped = None
-    if done and all(update.loss_is_exact for update in done):
-        loss = torch.stack([update.loss.detach() for update in done]).double().mean().item()
-    if setup.clip_norm is not None:
-        clipped = sum(int(update.grad_norm > setup.clip_norm) for update in done if update.grad_norm is not None)
+    is_known = done and all(update.loss_is_exact for update in done)
+    loss = torch.stack([update.loss.detach() for update in done]).double().mean().item() if is_known else None
+    norms = [] if setup.clip_norm is None else [update.grad_norm for update in done if update.grad_norm is not None]
+    clipped = None if setup.clip_norm is None else sum(int(norm > setup.clip_norm) for norm in norms)
     seconds = time.perf_counter() - started
     return Epoch(len(done), len(updates) - len(done), clipped, loss, _evaluate(setup), seconds)
 

@@ -74,7 +74,7 @@ def verify(
             raise ConfigurationError(f"{name} must be {what}.", found=type(given).__name__, fix=fix)
     whole, own = Batch.of(batch, collate=options.collate), ModelCopy(model)
     size = _checked_size(micro_batch_size, whole.size)
-    halves = [whole.size >> times for times in range(whole.size.bit_length() - 1)]  # down to two samples, or three
+    halves = dict.fromkeys(max(_LEAST, whole.size >> times) for times in range(whole.size.bit_length()))
     attempts = [(samples, wide) for wide in (True, False) for samples in halves]  # at last without float64
     failed: Exception = MemoryError()
     with untouched(models), torch.enable_grad(), asked_aside():
@@ -115,15 +115,19 @@ def _verification(runner: Runner, samples: int, *, wide: bool) -> Verification:
     if not wide:
         notes.append(f"Not even two samples fit into memory in float64, so it was judged in {dtype} alone.")
     if runner.batch.size < samples:
-        text = f"The whole batch of {samples:,} did not fit into memory: the first {runner.batch.size:,} samples were "
-        notes.append(f"{text}compared, in micro-batches of {runner.size:,}.")
+        notes.append(
+            f"The whole batch of {samples:,} did not fit into memory: the first {runner.batch.size:,} samples were "
+            f"compared, in micro-batches of {runner.size:,}."
+        )
     compared = compare(runner, wide=wide)
     causes = Diagnosis(runner, compared).causes()
     exact = all(each.exact for each in compared.differences) and not causes and runner.refused is None
     counts = (counts for name, counts in count_all(runner).items() if not name.endswith("!= 0).sum()"))  # 0: a class?
     if exact and runner.train_window and all(len(set(each)) == 1 for each in counts):
-        text = f"All {len(runner.sizes):,} micro-batches count the same, which hides a loop that weights them wrong. "
-        notes.append(f"{text}Take a micro_batch_size that does not divide the batch as well.")
+        notes.append(
+            f"All {len(runner.sizes):,} micro-batches count the same, which hides a loop that weights them wrong. "
+            "Take a micro_batch_size that does not divide the batch as well."
+        )
     return Verification(
         exact=exact,
         differences=compared.differences,

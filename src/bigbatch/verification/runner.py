@@ -70,13 +70,12 @@ class Runner:
         self.clips = False  # whether a loop's own clipping has an effect
         self.adds_steps = False  # whether the gradients of all of a loop's steps count, instead of the first one's
         self.off = NOTHING
-        self.has_loss_fn = loss_fn is not None
         self.dtype: torch.dtype | None = None  # what to run in; None: the model's own
         self.autocast: torch.dtype | None = None  # of the big batch in the model's own dtype: what a loop uses
         self.refused: BigBatchError | None = None  # what BigStep raises
         self.notes: list[str] = []
         self.devices = devices_of(model.models)
-        self._loss_fn = loss_fn or own_loss
+        self.has_loss_fn, self.loss_fn = loss_fn is not None, loss_fn or own_loss
 
     @property
     def judged_in(self) -> torch.dtype:
@@ -140,13 +139,12 @@ class Runner:
         def loss_fn(network: Any, micro_batch: Any) -> Any:
             if options.lengths:
                 sizes.append(Batch.of(micro_batch, shared=self.batch.shared).size)
-            return self._loss_fn(network, micro_batch)
+            return self.loss_fn(network, micro_batch)
 
-        collate, batch = options.collate, self.batch.whole
-        if collate is None:
-            batch = self.take(slice(0, self.batch.size))
-        else:
+        collate = options.collate
+        if collate is not None:
             options = replace(options, collate=lambda some: self._cloned(collate(some)))
+        batch = self.batch.whole if collate else self.take(slice(0, self.batch.size))
         with self.copy() as model, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what BigStep cannot see is compared here
             optimizer = torch.optim.SGD(model.parameters.values(), lr=0.0)
@@ -169,10 +167,6 @@ class Runner:
         every = zip(weights, self.per_micro_batch(also), strict=True)
         return add({name: weight * g for name, g in gradients.items()} for weight, gradients in every)
 
-    def forward(self, model: ModelCopy, samples: int) -> None:
-        """Call the user's function on the first samples, for what it does on its way."""
-        self._loss_fn(model.model, self.take(slice(0, samples)))
-
     @contextmanager
     def copy(self, also: Off = NOTHING, *, ahead: bool = True) -> Iterator[ModelCopy]:
         """Return a copy of the model for a run, with what is off turned off, and this, too.
@@ -192,7 +186,7 @@ class Runner:
             randomness.restore()
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
-        loss: Any = self._loss_fn(model, batch)
+        loss: Any = self.loss_fn(model, batch)
         loss = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss  # noqa: PLR2004 - and extras
         arguments.loss(loss)
         found: Tensor = loss

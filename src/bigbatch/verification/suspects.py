@@ -129,7 +129,7 @@ def written_state(runner: "Runner") -> Suspect | None:
     with runner.copy() as model, torch.no_grad():
         modules = {name: module for name, module in model.modules.items() if not isinstance(module, BatchNorm)}
         before = {name: state_of(module) for name, module in modules.items()}
-        runner.forward(model, runner.batch.size)
+        runner.loss_fn(model.model, runner.take(slice(0, runner.batch.size)))
         written = {
             f"{name}.{key}" if name else key: name
             for name, module in modules.items()
@@ -190,7 +190,7 @@ def _recorded(runner: "Runner", samples: int) -> list[_Call]:
         for module in model.modules.values():
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
-        runner.forward(model, samples)
+        runner.loss_fn(model.model, runner.take(slice(0, samples)))
         leave(None, (), ())
     return calls
 
