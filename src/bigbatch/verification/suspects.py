@@ -120,22 +120,14 @@ class Suspect(NamedTuple):
 
 def random_numbers(runner: "Runner") -> Suspect | None:
     """Look for modules that draw random numbers in training."""
-    drew = list(dict.fromkeys(call.name for call in _recorded(runner, runner.batch.size) if call.draws))
+    calls, _ = _recorded(runner, runner.batch.size)
+    drew = list(dict.fromkeys(call.name for call in calls if call.draws))
     return Suspect("randomness", drew, f"random numbers are drawn by {_listed(runner, drew)}") if drew else None
 
 
 def written_state(runner: "Runner") -> Suspect | None:
     """Look for buffers and attributes that a forward changes; not those of BatchNorm."""
-    with runner.copy() as model, torch.no_grad():
-        modules = {name: module for name, module in model.modules.items() if not isinstance(module, BatchNorm)}
-        before = {name: state_of(module) for name, module in modules.items()}
-        runner.loss_fn(model.model, runner.take(slice(0, runner.batch.size)))
-        written = {
-            f"{name}.{key}" if name else key: name
-            for name, module in modules.items()
-            for key, value in state_of(module).items()
-            if not _is_same(before[name].get(key), value)
-        }
+    _, written = _recorded(runner, runner.batch.size)
     evidence = f"forward writes {listed(list(written))}, which the next micro-batch reads"
     return Suspect("state", list(dict.fromkeys(written.values())), evidence) if written else None
 
@@ -164,8 +156,8 @@ class _Call(NamedTuple):
     draws: bool  # whether it draws random numbers
 
 
-def _recorded(runner: "Runner", samples: int) -> list[_Call]:
-    """Run the first samples; return the calls in the order of their ends."""
+def _recorded(runner: "Runner", samples: int) -> tuple[list[_Call], dict[str, str]]:
+    """Run the first samples; return the calls in the order of their ends, and what they wrote with its module."""
     given: list[tuple[str, list[Tensor]]] = [(OUTSIDE, [])]
     calls: list[_Call] = []
     drew: list[str] = []
@@ -186,18 +178,25 @@ def _recorded(runner: "Runner", samples: int) -> list[_Call]:
 
     with runner.copy() as model, torch.no_grad():
         names = {id(module): name for name, module in model.modules.items()}
+        before = {name: state_of(m) for name, m in model.modules.items() if not isinstance(m, BatchNorm)}
         marks = [Randomness(runner.devices)]
         for module in model.modules.values():
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
         runner.loss_fn(model.model, runner.take(slice(0, samples)))
         leave(None, (), ())
-    return calls
+        written = {
+            f"{name}.{key}" if name else key: name
+            for name, was in before.items()
+            for key, value in state_of(model.modules[name]).items()
+            if not _is_same(was.get(key), value)
+        }
+    return calls, written
 
 
 def coupling_place(runner: "Runner", tolerance: float) -> str:
     """Return the first innermost module whose output for some samples depends on the others; else the loss."""
-    some, every = (_recorded(runner, samples) for samples in (runner.sizes[0], runner.batch.size))
+    some, every = (_recorded(runner, samples)[0] for samples in (runner.sizes[0], runner.batch.size))
     for one, other in zip(some, every, strict=False):
         is_layer = one.name == other.name and all(each.dim() for each in one.returned)  # and returns no loss
         same = is_layer and _agree(one.given, other.given, tolerance)
@@ -218,7 +217,7 @@ def _agree(some: list[Tensor], every: list[Tensor], tolerance: float) -> bool:
 
 def irreproducible_place(runner: "Runner") -> str:
     """Return the first module that returns something else in a second run of the same big batch, or "backward"."""
-    runs = zip(*(_recorded(runner, runner.batch.size) for _ in range(2)), strict=False)
+    runs = zip(*(_recorded(runner, runner.batch.size)[0] for _ in range(2)), strict=False)
     return next((one.name or OUTSIDE for one, other in runs if not _is_same(one.returned, other.returned)), "backward")
 
 
