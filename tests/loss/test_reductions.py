@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (a row of a table is a line)
 """Losses of several levels: rows one by one, a mean of means, a derivative, a learned factor over several terms."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigbatch import counted
+from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError
 from tests.support.losses import squares
-from tests.support.reference import accumulated, assert_equal, big_batches
+from tests.support.reference import accumulated, assert_equal, big_batches, sgd
 from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
 
 SIZES = ((2, 3, 1, 3), (1, 4, 2, 2), (3, 3, 3, 3))
@@ -133,6 +134,30 @@ SUMS: dict[
     "the size inside of the sum, and two": ((5, 3), lambda out: (out.square() / len(out) / 2).sum(), False),
     "half after other samples": ((3, 2), lambda out: 0.5 * out.square().sum(), False),
 }
+
+
+SHARES: dict[str, tuple[Callable[[Any, Batch], Tensor], str]] = {  # and the warning's words
+    "by twice the samples": (lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) + next(m.parameters()).square().sum() / (2 * len(b["x"])), "counts once per window"),
+    "by the samples, beside elements": (lambda m, b: F.mse_loss(m(b["x"]), b["value"]) + next(m.parameters()).norm() / len(b["x"]), "counts once per window"),
+    "a half": (lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) + next(m.parameters()).square().sum() / 2, ""),
+    "a third of the samples' number": (lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) + next(m.parameters()).square().sum() / (3 * len(b["x"])), ""),
+    "times a number": (lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) + 1 / len(b["x"]) * next(m.parameters()).square().sum(), ""),
+    "a sum by twice the samples": (lambda m, b: 1 / (2 * len(b["x"])) * (m(b["x"]) - b["value"]).square().sum(), "taken for a constant"),
+    "a sum by four times the samples": (lambda m, b: 1 / (4 * len(b["x"])) * (m(b["x"]) - b["value"]).square().sum(), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_what_is_divided_by_the_micro_batch_and_must_not_be_is_said_once(name: str) -> None:
+    """As Bayes by backprop divides its prior; it is taken as it stands."""
+    loss, words = SHARES[name]
+    model = case(loss).model()
+    accumulator = Accumulator(model, sgd(list(model.parameters())), steps=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for batch in case(loss).micro_batches((5, 5, 5)):
+            accumulator.backward(loss(model, batch))
+    assert [words in str(each.message) for each in said] == [True] * bool(words)
 
 
 @pytest.mark.parametrize("name", SUMS)

@@ -22,9 +22,13 @@ _HABITS = frozenset({1, 2})  # `0.5 * x.sum()` is half of it, and seldom a mean 
 _ROUNDING = 1e-5  # of a sum of weights in float32
 _FEW = 8  # masks that are looked at
 _LIKELY = (
-    "this loss is a sum over data {} {:g}. That makes it a mean over its samples, or it is a constant that happens to "
+    "this loss is a sum over data {} {:g}. That makes it {} over its samples, or it is a constant that happens to "
     "be as large: it is taken for {}. accumulator.backward(loss, count=n) says that it is a mean over n samples, "
     "counted(term, 'sum') that it is a sum"
+)
+_SHARE = (
+    "a term of parameters alone is divided by {:g}, which looks like the samples of this micro-batch, or twice as many. "
+    "Such a term counts once per window, whatever it is divided by: write the big batch's number of samples there"
 )
 _MASKED = PURE_POINTWISE | VIEWS | NLL | POINTWISE_LOSSES
 _MASKED |= frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
@@ -122,6 +126,15 @@ def _read(factor: Node, at: int, sizes: Sizes | None, trail: Trail) -> float | L
     return float(round(_divisor_of(name, number))) if True in means else None
 
 
+def warn_of_shares(factors: Iterable[Node], trail: Trail) -> None:
+    """Warn once where a regularizer is divided by as many samples as the data beside it has, or by twice as many."""
+    sizes = {times * size for times in _HABITS for size in trail.samples} - _HABITS
+    for factor in factors:
+        number = python_number(factor, "other") if operation(factor) == "Div" and _is_whole(factor) else None
+        if number in sizes and trail.precedents.setdefault(("share",), number) == number:
+            warnings.warn(_SHARE.format(number), stacklevel=outside())
+
+
 def _divisor_of(name: str, number: float) -> float:
     return abs(number) if name == "Div" else 1 / abs(number)
 
@@ -146,9 +159,13 @@ def _meanings(factor: Node, number: float, at: int, sizes: Sizes, trail: Trail) 
     if means and seen:
         return seen
     is_habit = not divides and divisor in _HABITS
-    if means and likely and not trail.known.divisors:
-        what = "a constant" if is_habit else "a mean over samples"
-        warnings.warn(_LIKELY.format("divided by" if divides else "times", number, what), stacklevel=outside())
+    twice = not (means or divides or divisor / 2 in _HABITS) and sizes.meanings(divisor / 2, whole=False)[0] == {True}
+    if (means or twice) and (likely or twice) and not trail.known.divisors:
+        what = "a constant" if is_habit or twice else "a mean over samples"
+        warnings.warn(
+            _LIKELY.format("divided by" if divides else "times", number, "half a mean" if twice else "a mean", what),
+            stacklevel=outside(),
+        )
     if means and (is_habit or likely or trail.known.divisors):
         return {not is_habit}
     # A whole number that divides, and is no size, may be a count of something else.

@@ -40,6 +40,7 @@ class Trail:
     nodes: dict[Node, None] = field(default_factory=dict)
     weights: list[tuple[Node, str]] = field(default_factory=list)
     unbound: set[Node] = field(default_factory=set)  # unbinds along the samples
+    samples: set[int] = field(default_factory=set)  # how many there are
     crossed: bool = False  # a scalar has several rows of an unbind
     passing: bool = False  # what was found holds for this graph alone: it is not to be remembered
 

@@ -399,6 +399,7 @@ class Samples:
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
+        self.trail.samples.update(n for n, tag in self.parts if self.axes and matches(tag, self.axes[0]))
         spread = self._broadcasts.across_samples(self.axes or (), self.parts, self.trail)
         if spread:
             raise refusals.expanded(spread)

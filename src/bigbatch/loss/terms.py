@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Term
-from bigbatch.loss.divisors import number_of, numbers, read_factors
+from bigbatch.loss.divisors import number_of, numbers, read_factors, warn_of_shares
 from bigbatch.loss.graph import Edge, edges, operation, python_number, saved
 from bigbatch.loss.origin import Origin, Trail, is_made_of
 from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction, read_sum
@@ -38,7 +38,7 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
     root = loss.grad_fn
     if root is None:
         return [once("a parameter")]
-    terms: list[Term] = []
+    terms, shares = list[Term](), list[Node]()
     stack = [_Place((root, loss.output_nr), None, ())]
     while stack:
         place = stack.pop()
@@ -46,12 +46,15 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
         if isinstance(below, Term):
             below.node = place.pinned or below.node
             terms.append(below)
+            shares += place.factors if below.kind == "once" and below.name != _ZERO else ()
         else:
             stack.extend(reversed(below))
     if any(term.name == _ZERO for term in terms):  # the others keep their places: what is zero here may not be there
         for number, term in enumerate(terms, 1):
             term.name = _ZERO if term.name == _ZERO else f"{term.name} ({number} of {len(terms)})"
         terms = [term for term in terms if term.name != _ZERO]
+    if not trail.known.divisors:  # else values are compared
+        warn_of_shares(shares, trail)
     for unbind in trail.unbound:
         used = {number for other in trail.nodes for below, number in edges(other) if below is unbind}
         if trail.crossed or len(used) < graph.results(unbind):
