@@ -89,6 +89,26 @@ STEPWISE: dict[str, LossFunction] = {  # steps come first, or heads: means over 
 CASES += [Loss(name, mlp(), sequences, loss) for name, loss in STEPWISE.items()]
 
 
+class Weighed(nn.Module):
+    """Heads whose losses are weighed by learned weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.scales = nn.ModuleList(nn.Linear(3, CLASSES) for _ in range(2)), nn.Parameter(torch.rand(2))
+
+    def losses(self, b: Batch) -> Tensor:
+        """One of each head."""
+        return torch.stack([F.cross_entropy(head(b["x"]), b["label"]) for head in self.heads])
+
+
+UNCERTAIN: dict[str, LossFunction] = {
+    "uncertainty": lambda m, b: (torch.exp(-m.scales) * m.losses(b) + m.scales).sum(),
+    "averaged": lambda m, b: (m.scales.exp() * m.losses(b) - 0.1 * m.scales.square()).mean(),
+    "halved": lambda m, b: (0.5 * torch.exp(-m.scales) * m.losses(b)).sum() + m.scales.sum(),
+}
+CASES += [Loss(name, seeded(Weighed), rows, loss, told=False) for name, loss in UNCERTAIN.items()]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_loop_over_samples_is_exact(case: Loss) -> None:
     """With micro-batches of one sample between others, and again where sizes come in another order."""

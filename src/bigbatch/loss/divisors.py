@@ -27,7 +27,7 @@ _LIKELY = (
     "counted(term, 'sum') that it is a sum"
 )
 _SHARE = (
-    "a term of parameters alone is divided by {:g}, which looks like the samples of this micro-batch, or twice as many. "
+    "a term of parameters alone is divided by {:g}, which looks like this micro-batch's samples, or twice as many. "
     "Such a term counts once per window, whatever it is divided by: write the big batch's number of samples there"
 )
 _MASKED = PURE_POINTWISE | VIEWS | NLL | POINTWISE_LOSSES

@@ -34,14 +34,20 @@ class Reduced(NamedTuple):
     divided: Node | None = None  # what has divided a sum by its number already
 
 
+class Scalar(NamedTuple):
+    """A scalar on the way down from the loss."""
+
+    edge: Edge
+    factors: tuple[Node, ...] = ()  # constant factors passed on the way, outermost first
+    pinned: Node | None = None  # a product with a parameter above: a weight must be put there, to reach both factors
+
+
 def once(name: str, node: Node | None = None) -> Term:
     """Make a term that is the same in every micro-batch."""
     return Term(node, "once", 1.0, name)
 
 
-def read_reduction(
-    edge: Edge, factors: tuple[Node, ...], trail: Trail
-) -> Reduced | list[tuple[Edge, tuple[Node, ...]]] | None:
+def read_reduction(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | list[Scalar] | None:
     """Follow means, sums and reshapes, one inside the other, to what they were taken over.
 
     Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
@@ -62,31 +68,39 @@ def read_reduction(
         elif name in LINEAR:
             rule = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
-        elif chain.kinds and (scalars := _scalars(node, output, name, trail)):
-            chain.scalars = [below for below, _ in scalars]
+        elif chain.kinds and (scalars := _scalars((node, output), trail)):
+            chain.scalars = [each.edge for each in scalars]
             found = chain.read_samples((node, output), factors, trail)
-            return found or [(below, (*chain.means, *weights)) for below, weights in scalars]
+            return found or [each._replace(factors=(*chain.means, *each.factors)) for each in scalars]
         else:
             break
         node, output = edges(node)[0]
     if not chain.kinds:
-        return [((node, output), ())] if node is not edge[0] and node is not None else None
+        return [Scalar((node, output))] if node is not edge[0] and node is not None else None
     return chain.read((node, output), trail)
 
 
-def _scalars(node: Node, output: int, name: str, trail: Trail) -> list[tuple[Edge, tuple[Node, ...]]]:
-    """Give the scalars that a tensor was put together from: stacked, concatenated, or weighed by a constant after."""
+def _scalars(edge: Edge, trail: Trail) -> list[Scalar]:
+    """Give the scalars that a tensor was put together from: stacked, concatenated; weighed, also by learned weights."""
+    node, output = edge
+    inputs = [each for each in edges(node) if each[0] is not None] if node is not None else []
+    if node is None or not inputs:
+        return []
     trail.passed(node)
-    inputs = [(below, place) for below, place in edges(node) if below is not None]
-    sizes = [shape(below, place) for below, place in inputs]
+    name, sizes = operation(node), [size_of(each) for each in inputs]
     if (name == "Stack" and not any(sizes)) or (name == "Cat" and all(math.prod(size) == 1 for size in sizes)):
-        return [(edge, ()) for edge in inputs]
+        return [Scalar(each) for each in inputs]
     if name in {"Mul", "Div"} and len(inputs) == 1:
-        below, place = inputs[0]
         if not sizes[0] and math.prod(shape(node, output)) == 1:
-            return [(inputs[0], (node,))]
-        return [(edge, (node, *factors)) for edge, factors in _scalars(below, place, operation(below), trail)]
-    return []
+            return [Scalar(inputs[0], (node,))]
+        return [each._replace(factors=(node, *each.factors)) for each in _scalars(inputs[0], trail)]
+    learned = [is_made_of(Origin.PARAMETERS, each, trail) for each in inputs]
+    parts = [_scalars(each, trail) for each, own in zip(inputs, learned, strict=True) if not own]
+    if name == "Mul" and len(parts) == 1:  # `exp(-s) * torch.stack(losses)`
+        return [each._replace(pinned=node) for each in parts[0]]
+    added = name in {"Add", "Sub"} and saved(node, "alpha", 1) == 1 and all(parts)
+    own = [Scalar(each) for each, own in zip(inputs, learned, strict=True) if own]
+    return [*own, *(each for part in parts for each in part)] if added else []
 
 
 def read_sum(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | None:

@@ -7,7 +7,7 @@ d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -15,19 +15,21 @@ from torch.autograd.graph import Node
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Term
 from bigbatch.loss.divisors import number_of, numbers, read_factors, warn_of_shares
-from bigbatch.loss.graph import Edge, edges, operation, python_number, saved
+from bigbatch.loss.graph import edges, operation, python_number, saved
 from bigbatch.loss.origin import Origin, Trail, is_made_of
-from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction, read_sum
+from bigbatch.loss.reductions import (
+    FUSED,
+    LINEAR,
+    Reduced,
+    Scalar,
+    label_smoothing,
+    once,
+    read_fused,
+    read_reduction,
+    read_sum,
+)
 
 _ZERO = "zero"  # what a term is called that a factor of zero leaves out
-
-
-class _Place(NamedTuple):
-    """A scalar on the way down from the loss."""
-
-    edge: Edge
-    pinned: Node | None  # a product with a parameter above: a weight must be put there, to reach both factors
-    factors: tuple[Node, ...]  # constant factors passed on the way, outermost first
 
 
 def read(loss: Tensor, trail: Trail) -> list[Term]:
@@ -39,7 +41,7 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
     if root is None:
         return [once("a parameter")]
     terms, shares = list[Term](), list[Node]()
-    stack = [_Place((root, loss.output_nr), None, ())]
+    stack = [Scalar((root, loss.output_nr))]
     while stack:
         place = stack.pop()
         below = _step(place, trail)
@@ -66,11 +68,11 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
 
 
 def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
-    place: _Place, trail: Trail
-) -> Term | list[_Place]:
+    place: Scalar, trail: Trail
+) -> Term | list[Scalar]:
     """Go one scalar operation down: to the scalars that it was made of, or to a term."""
     node, output = place.edge
-    assert node is not None  # noqa: S101 - _Place is only made of edges that carry gradient
+    assert node is not None  # noqa: S101 - Scalar is only made of edges that carry gradient
     trail.passed(node)
     name = operation(node)
     if _is_zero(node, trail):
@@ -92,7 +94,7 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
         return _term(place, node, read_fused(node, name, trail), trail)
     found = read_reduction(place.edge, place.factors, trail)
     if isinstance(found, list):
-        return [_Place(edge, place.pinned, (*place.factors, *factors)) for edge, factors in found]
+        return [Scalar(each.edge, (*place.factors, *each.factors), place.pinned or each.pinned) for each in found]
     if found is not None:
         return _term(place, node, found, trail)
     if is_made_of(Origin.PARAMETERS, place.edge, trail) or is_made_of(Origin.SHARED, place.edge, trail):
@@ -110,7 +112,7 @@ def _is_zero(node: Node, trail: Trail) -> bool:
     return operation(node) == "Mul" and number_of(node) == 0.0
 
 
-def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_Place]:
+def _custom(place: Scalar, node: Node, output: int, name: str) -> Term | list[Scalar]:
     carried: Any = node
     if name == "_Counted":
         return Term(node, carried.kind, carried.count, "counted", carried.value, source=node)
@@ -121,7 +123,7 @@ def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_P
     raise refusals.custom(name)
 
 
-def _sum(place: _Place, node: Node, trail: Trail) -> Term | list[_Place]:
+def _sum(place: Scalar, node: Node, trail: Trail) -> Term | list[Scalar]:
     smoothed = label_smoothing(node, trail)
     if smoothed is not None:
         return _term(place, node, smoothed, trail)
@@ -133,7 +135,7 @@ def _sum(place: _Place, node: Node, trail: Trail) -> Term | list[_Place]:
     ]
 
 
-def _product(place: _Place, node: Node, name: str, trail: Trail) -> Term | list[_Place]:
+def _product(place: Scalar, node: Node, name: str, trail: Trail) -> Term | list[Scalar]:
     """A scalar times a constant, or times a learned factor as in `exp(-s) * loss`."""
     inputs, factors = edges(node), (*place.factors, node)
     if len(inputs) == 1 or inputs[1][0] is None:
@@ -147,13 +149,13 @@ def _product(place: _Place, node: Node, name: str, trail: Trail) -> Term | list[
     if all(learned):
         return once(name, node)
     if learned[1] or (learned[0] and name == "Mul"):
-        return [_Place(inputs[0 if learned[1] else 1], place.pinned or node, factors)]
+        return [Scalar(inputs[0 if learned[1] else 1], factors, place.pinned or node)]
     if is_made_of(Origin.SHARED, place.edge, trail):
         return once(name, node)
     raise refusals.nonlinear(name)
 
 
-def _term(place: _Place, node: Node, found: Reduced, trail: Trail) -> Term:
+def _term(place: Scalar, node: Node, found: Reduced, trail: Trail) -> Term:
     """Put the term of a reduction in its place."""
     term = found.term
     term.node = node
