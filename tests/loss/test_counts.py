@@ -1,12 +1,13 @@
 """Counts that a person gives, by `count=` or `counted`; and counts of nothing."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError
@@ -37,58 +38,29 @@ def train(loader: Iterable[Batch], loss: Any) -> tuple[list[Tensor], list[Any]]:
 # One count.
 
 
-KINDS: dict[str, Callable[[Tensor], object]] = {
-    "tensor": lambda count: count,
-    "tensor-of-one-element": lambda count: count.view(1, 1),
-    "float32": lambda count: count.float(),
-    "int": int,
-    "float": float,
-    "numpy's": lambda count: np.uint8(int(count)),
+WAYS: dict[str, Callable[[Any, Batch], tuple[Any, ...]]] = {  # a loss, and the count that is given with it
+    "tensor": lambda m, b: (masked_mean(m, b), b["mask"].sum()),
+    "tensor of one element": lambda m, b: (masked_mean(m, b), b["mask"].sum().view(1, 1)),
+    "float32": lambda m, b: (masked_mean(m, b), b["mask"].sum().float()),
+    "int": lambda m, b: (masked_mean(m, b), int(b["mask"].sum())),
+    "float": lambda m, b: (masked_mean(m, b), float(b["mask"].sum())),
+    "numpy's": lambda m, b: (masked_mean(m, b), np.uint8(int(b["mask"].sum()))),
+    "inside the model": lambda m, b: (0.3 * counted(masked_mean(m, b), b["mask"].sum()),),
+    "a sum": lambda m, b: (0.01 * squares(m, b).sum(), "sum"),
+    "once": lambda m, _: ((m[0].weight - 1).pow(2).sum(), "once"),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_count_of_any_type(kind: str) -> None:
-    """A Python number, or a tensor, as `mask.sum()` is."""
+@pytest.mark.parametrize("way", WAYS)
+def test_a_count_in_every_way(way: str) -> None:
+    """A Python number, a tensor as `mask.sum()` is, or a word; a model may say it itself."""
     batches = BY_HAND.micro_batches(SPLIT)
-
-    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, object]:
-        return masked_mean(model, batch), KINDS[kind](batch["mask"].sum())
-
-    ours, updates = train(batches, loss)
-    true = big_batches(BY_HAND, batches, 3)
-    assert distance(ours, true.weights) <= 1e-12
-    assert [float(update.count) for update in updates] == true.counts
-    assert [float(update.loss) for update in updates] == pytest.approx(true.losses, rel=1e-12)
-
-
-def test_counted_inside_the_model() -> None:
-    """A model that returns its own loss may say itself what it was averaged over."""
-    batches = BY_HAND.micro_batches(SPLIT)
-
-    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor]:
-        return (0.3 * counted(masked_mean(model, batch), batch["mask"].sum()),)
-
-    ours, _ = train(batches, loss)
-    twin = Loss("scaled", mlp(), sequences, lambda m, b: 0.3 * masked_mean(m, b))
-    assert distance(ours, big_batches(twin, batches, 3).weights) <= 1e-12
-
-
-@pytest.mark.parametrize("word", ["sum", "once"])
-def test_count_as_a_word(word: str) -> None:
-    """`count="sum"` adds up, `count="once"` takes the first."""
-    batches = BY_HAND.micro_batches(SPLIT)
-
-    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, str]:
-        if word == "sum":
-            return 0.01 * squares(model, batch).sum(), word
-        return (model[0].weight - 1).pow(2).sum(), word  # type: ignore[index]  # nn.Sequential
-
-    ours, updates = train(batches, loss)
-    twin = Loss("twin", mlp(), sequences, lambda m, b: loss(m, b)[0])
-    true = big_batches(twin, batches, 3)
+    ours, updates = train(batches, WAYS[way])
+    true = big_batches(replace(BY_HAND, loss=lambda m, b: WAYS[way](m, b)[0]), batches, 3)
     assert distance(ours, true.weights) <= 1e-12
     assert [float(update.loss) for update in updates] == pytest.approx(true.losses, rel=1e-12)
+    if isinstance(WAYS[way](BY_HAND.model(), batches[0])[-1], int | float | Tensor) and way != "inside the model":
+        assert [float(update.count) for update in updates] == true.counts
 
 
 def test_a_wrong_count_is_believed() -> None:
@@ -107,18 +79,17 @@ def test_counted_takes_a_number_not_a_vector() -> None:
 # Nothing to count.
 
 
+@pytest.mark.parametrize("counts", [None, MASKED.count], ids=["read", "counts="])
 @pytest.mark.parametrize("empty", [(0,), (2,), (1, 2), (0, 1, 3)], ids=str)
-def test_a_micro_batch_of_nothing_adds_nothing(empty: tuple[int, ...]) -> None:
+def test_a_micro_batch_of_nothing_adds_nothing(empty: tuple[int, ...], counts: Any) -> None:
     """Where every target is ignored torch's mean is 0/0: NaN, which must not spread; the rest is exact."""
     batches = micro_batches(SPLIT)
     for place in empty:
         batches[place]["partly"].fill_(-100)
-    training = Training(steps=5)
+    training = Training(steps=5, case=MASKED, counts=counts)
     (update,) = training.train(batches)
-    assert not update.skipped
-    assert update.micro_batches == 5
-    (true,) = big_batches(MASKED, batches, 5).losses
-    assert float(update.loss) == pytest.approx(true, rel=1e-12)
+    assert (update.skipped, update.micro_batches) == (False, 5)
+    assert float(update.loss) == pytest.approx(big_batches(MASKED, batches, 5).losses[0], rel=1e-12)
     training.assert_big_batches(batches)
 
 
@@ -163,16 +134,6 @@ def test_a_window_of_nothing_leaves_the_scheduler_alone() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     Accumulator(model, optimizer, steps=1, scheduler=scheduler).backward(MASKED.loss(model, batch))
     assert scheduler.last_epoch == 0
-
-
-def test_a_micro_batch_of_nothing_under_counts() -> None:
-    """Totals known in advance make no difference: not to the gradient, nor to the loss that is told."""
-    batches = micro_batches(SPLIT)
-    batches[1]["partly"].fill_(-100)
-    training = Training(steps=5, case=MASKED, counts=MASKED.count)
-    (update,) = training.train(batches)
-    training.assert_big_batches(batches)
-    assert float(update.loss) == pytest.approx(big_batches(MASKED, batches, 5).losses[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("way", ["count", "counts", "counted"])

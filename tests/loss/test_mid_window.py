@@ -102,26 +102,20 @@ def test_a_refusal_leaves_the_window_as_it_was(name: str, place: int) -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-def test_a_refused_first_loss_does_not_fix_the_factors() -> None:
-    """Two terms that were refused, put right with other factors."""
-    training = Training(steps=2, case=PLAIN)
-    with pytest.raises(SeveralCounts):
-        training.accumulator.backward(mean_and_sum(training.model, BATCHES[0]))
-    out = training.model(BATCHES[0]["x"])
-    training.accumulator.backward(F.mse_loss(out, BATCHES[0]["value"]) + 0.1 * out.abs().mean())
-
-
-@pytest.mark.parametrize("then", ["over", "steps"])
+@pytest.mark.parametrize("then", ["over", "steps", "other factors"])
 def test_a_refused_first_loss_leaves_no_window_open(then: str) -> None:
-    """A cell that failed is mended and run again: there is nothing to flush or discard."""
+    """A cell that failed is mended and run again: there is nothing to flush or discard, and no factor is fixed."""
     training = Training(steps=2, case=PLAIN)
     with pytest.raises(SeveralCounts):
         training.accumulator.backward(mean_and_sum(training.model, BATCHES[0]))
     if then == "over":
         training.train(BATCHES[:2])
         training.assert_big_batches(BATCHES[:2])
-    else:
+    elif then == "steps":
         training.accumulator.steps = 4
+    else:
+        out = training.model(BATCHES[0]["x"])
+        training.accumulator.backward(F.mse_loss(out, BATCHES[0]["value"]) + 0.1 * out.abs().mean())
 
 
 def test_a_changed_kind_of_loss_is_refused_in_mid_window() -> None:

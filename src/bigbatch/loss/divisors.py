@@ -92,7 +92,8 @@ class Divided:
 def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> Divided:
     """Find the count among the factors of a sum over data; what makes it a mean over samples is one."""
     every = dict.fromkeys(factors)
-    shared = [factor for factor in every if _is_shared(factor)]
+    divisors = {factor: saved_tensor(factor, "other") for factor in every if operation(factor) in {"Mul", "Div"}}
+    shared = [factor for factor, each in divisors.items() if each is not None and graph.is_shared_value(each)]
     trail.weights.extend((factor, "other") for factor in shared)  # to be looked at again
     read = {factor: _read(factor, at, sizes, trail) for at, factor in enumerate(every) if factor not in shared}
     counting, count = next(((each, n) for each, n in reversed(read.items()) if isinstance(n, float)), (None, None))
@@ -180,12 +181,6 @@ def _is_whole(division: Node) -> bool:
 def _is_learned(factor: Node) -> bool:
     inputs = edges(factor)
     return len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None
-
-
-def _is_shared(factor: Node) -> bool:
-    """Tell whether a sum was divided by what is the same in every micro-batch, as a count over all of them."""
-    tensor = saved_tensor(factor, "other") if operation(factor) in {"Mul", "Div"} else None
-    return tensor is not None and graph.is_shared_value(tensor)
 
 
 def numbers(factors: Iterable[Node]) -> tuple[float | None, ...]:

@@ -36,10 +36,6 @@ class Axis:
         """Return the outer (0) or inner (1) piece after a cut into outer x inner."""
         return replace(self, path=(*self.path, (outer, inner, which)))
 
-    def reordered(self, by: tuple[str, object]) -> "Axis":
-        """Return the axis as it lies behind an index."""
-        return replace(self, order=(*self.order, by))
-
     def matches(self, other: "Axis") -> bool:
         """Tell whether one is the other or a piece of it."""
         if (self.reduction, self.dim, self.order) != (other.reduction, other.dim, other.order):
@@ -83,6 +79,11 @@ def mix(layout: Layout, sizes: Shape, dims: Collection[int], by: str) -> Layout:
 def with_dim(layout: Layout, dim: int, to: Dim) -> Layout:
     """Return the layout with another dimension in the place of one."""
     return (*layout[:dim], to, *layout[dim + 1 :])
+
+
+def without_dim(layout: Layout, dim: int) -> Layout:
+    """Return the layout without one dimension."""
+    return layout[:dim] + layout[dim + 1 :]
 
 
 def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:

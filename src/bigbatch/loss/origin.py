@@ -202,17 +202,14 @@ class FrozenWeights:
 
     def __call__(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is one of the models' own, or the same in every micro-batch as they are."""
-        if graph.is_shared_value(tensor) or self._is_known(tensor) or self._is_known_cast(tensor):
+        address = _address(tensor)
+        own = self._at[address]() if address in self._at else None
+        is_known = own is not None and _address(own) == address
+        if graph.is_shared_value(tensor) or is_known or self._is_known_cast(tensor):
             return True
         # A weight may have been moved or loaded anew.
         self._at = {_address(own): weakref.ref(own) for own in (*self._own(), *self._beside())}
-        return _address(tensor) in self._at or self._is_cast(tensor)
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        address = _address(tensor)
-        known = self._at.get(address)
-        own = known() if known is not None else None
-        return own is not None and _address(own) == address
+        return address in self._at or self._is_cast(tensor)
 
     def _is_known_cast(self, tensor: Tensor) -> bool:
         """Tell a new copy of a weight that was compared before, by some of its numbers (read later on a device)."""

@@ -185,7 +185,8 @@ class Reader:
         if len(numbers) != len(nodes):
             return
         divisions = {term.source for term in terms}
-        views = [edges(node)[0][0] for node in trail.nodes if _tells_size(node)]
+        one_input = [node for node in trail.nodes if len(edges(node)) == 1]
+        views = [edges(node)[0][0] for node in one_input if hasattr(node, "_saved_self_sym_sizes")]  # a setting tells
         looks = [
             (numbers[node], look)
             for node in trail.nodes
@@ -252,11 +253,6 @@ def _is_told_by_type(node: Node) -> bool:
     if graph.is_custom(node):
         return name in _OURS or graph.is_shared_by_all(node)
     return graph.is_stand_in(type(node)) or type(node).__name__ == node.name().rpartition("::")[2]
-
-
-def _tells_size(node: Node) -> bool:
-    """Tell whether the settings of a node have the size of its one input."""
-    return len(edges(node)) == 1 and hasattr(node, "_saved_self_sym_sizes")
 
 
 # What there is to see of a node.

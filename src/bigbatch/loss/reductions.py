@@ -83,24 +83,22 @@ def read_reduction(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduc
 def _scalars(edge: Edge, trail: Trail) -> list[Scalar]:
     """Give the scalars that a tensor was put together from: stacked, concatenated; weighed, also by learned weights."""
     node, output = edge
-    inputs = [each for each in edges(node) if each[0] is not None] if node is not None else []
-    if node is None or not inputs:
+    if node is None or not (inputs := [each for each in edges(node) if each[0] is not None]):
         return []
     trail.passed(node)
     name, sizes = operation(node), [size_of(each) for each in inputs]
     if (name == "Stack" and not any(sizes)) or (name == "Cat" and all(math.prod(size) == 1 for size in sizes)):
         return [Scalar(each) for each in inputs]
     if name in {"Mul", "Div"} and len(inputs) == 1:
-        if not sizes[0] and math.prod(shape(node, output)) == 1:
-            return [Scalar(inputs[0], (node,))]
-        return [each._replace(factors=(node, *each.factors)) for each in _scalars(inputs[0], trail)]
-    learned = [is_made_of(Origin.PARAMETERS, each, trail) for each in inputs]
-    parts = [_scalars(each, trail) for each, own in zip(inputs, learned, strict=True) if not own]
-    if name == "Mul" and len(parts) == 1:  # `exp(-s) * torch.stack(losses)`
-        return [each._replace(pinned=node) for each in parts[0]]
-    added = name in {"Add", "Sub"} and saved(node, "alpha", 1) == 1 and all(parts)
-    own = [Scalar(each) for each, own in zip(inputs, learned, strict=True) if own]
-    return [*own, *(each for part in parts for each in part)] if added else []
+        alone = not sizes[0] and math.prod(shape(node, output)) == 1
+        below = [Scalar(inputs[0])] if alone else _scalars(inputs[0], trail)
+        return [each._replace(factors=(node, *each.factors)) for each in below]
+    vectors = name in {"Add", "Sub", "Mul"} and saved(node, "alpha", 1) == 1 and len(shape(node, output)) == 1
+    learned = [is_made_of(Origin.PARAMETERS, each, trail) for each in inputs] if vectors else []
+    below = _scalars(inputs[learned.index(False)], trail) if sum(learned) == 1 else []
+    if name == "Mul":  # `exp(-s) * torch.stack(losses)`
+        return [each._replace(pinned=node) for each in below]
+    return [Scalar(inputs[learned.index(True)]), *below] if below else []
 
 
 def read_sum(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | None:
@@ -108,10 +106,11 @@ def read_sum(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | N
 
     Of one sample alone nothing was added up; it is read as several were.
     """
-    scalars, below = list[Edge](), rows_below(edge)
-    if ("samples", *below.operations) in trail.precedents and any(source.rows == 1 for source in below.rows):
-        return _Chain((((1, Axis(0, 0)),),), ["Mean"], [1], scalars=[edge]).read_samples(edge, factors, trail)
-    rows = set[int]()
+    if ("samples",) in trail.precedents:
+        below = rows_below(edge)
+        if ("samples", *below.operations) in trail.precedents and any(source.rows == 1 for source in below.rows):
+            return _Chain((((1, Axis(0, 0)),),), ["Mean"], [1], scalars=[edge]).read_samples(edge, factors, trail)
+    scalars, rows = list[Edge](), set[int]()
     node, output = edge
     while node is not None and operation(node) == "Add" and saved(node, "alpha", 1) == 1:
         inputs = [each for each in edges(node) if each[0] is not None]
@@ -158,7 +157,8 @@ class _Chain:
 
     def read(self, edge: Edge, trail: Trail) -> Reduced:
         """Walk on below and say what the samples' own reduction was over."""
-        samples = Samples(trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
+        alone = self.kinds == ["Sum"] and len(size_of(edge)) == 1 and _is_of_classes(edge)
+        samples = Samples(trail, unbatched=alone)  # cross-entropy with class probabilities of one sample
         if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
             is_mean = "Mean" in self.kinds
             nothing = Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum")
@@ -201,6 +201,7 @@ class _Chain:
         if averaged and found.term.kind == "mean":
             seen: set[tuple[int, float]] = trail.precedents.setdefault(("samples", *rows.how), set())
             seen.add((number, each))
+            trail.precedents["samples",] = seen
             numbers, sizes = {count for count, _ in seen}, {size for _, size in seen}
             if len(sizes) > 1 and numbers != {number} - {1}:
                 raise refusals.lone_rows()
@@ -262,7 +263,7 @@ def _averaged(scalar: Edge, rows: set[Source], *, flat: bool) -> set[float]:
         seen.add(edge)
         stack.extend(edges(node))
         name, sizes = operation(node), next((size_of(each) for each in edges(node) if each[0] is not None), ())
-        if name == "Mean":
+        if name == "Mean" and sizes:
             found.add(math.prod(sizes[dim] for dim in saved_dims(node, len(sizes))))
         elif name in FUSED and saved(node, "reduction") == MEAN and not (flat and name not in POINTWISE_LOSSES):
             found.add(math.prod(sizes) if name in POINTWISE_LOSSES else 0.0)
@@ -288,11 +289,6 @@ def _is_of_classes(edge: Edge) -> bool:
     return node is not None and operation(node) == "LogSoftmax" and shape(node) != (1,)
 
 
-def _is_one_distribution(edge: Edge) -> bool:
-    """Tell cross-entropy with class probabilities of a single sample, without a batch dimension."""
-    return len(size_of(edge)) == 1 and _is_of_classes(edge)
-
-
 def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
     sizes = next(size_of(edge) for edge in edges(node) if edge[0] is not None)
@@ -309,7 +305,7 @@ def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     if samples.shared and not samples.data:
         return Reduced(once(name))
     if name in POINTWISE_LOSSES:
-        samples.note(node, name, sizes, tuple(axes))
+        samples.broadcasts.note(node, name, sizes, tuple(axes))
     if samples.data:
         samples.refuse_spread()
     if how == SUM:

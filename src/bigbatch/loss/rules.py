@@ -10,7 +10,19 @@ from typing import TypeAlias, TypeVar
 from torch.autograd.graph import Node
 
 from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_dims, shape, signed, size_of
-from bigbatch.loss.layout import PICKED, SHARED, Axis, Dim, Layout, broadcast, mix, mixed, reshaped, without_slivers
+from bigbatch.loss.layout import (
+    PICKED,
+    SHARED,
+    Axis,
+    Dim,
+    Layout,
+    broadcast,
+    mix,
+    mixed,
+    reshaped,
+    without_dim,
+    without_slivers,
+)
 
 Inputs: TypeAlias = list[tuple[Edge, Layout]]
 Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]  # of a node, the number of one of its results, its layout
@@ -129,6 +141,10 @@ def everything(node: Node, _output: int, _layout: Layout) -> Inputs:
     return [(edge, mixed(size_of(edge), operation(node))) for edge in edges(node)]
 
 
+# Multi-class margins: one value a row, from the whole row.
+_per_sample = of_one(ROW_LOSSES)(lambda node, layout, sizes: (*layout[:1], *mixed(sizes[1:], operation(node))))
+
+
 def _unless_reduced(names: Iterable[str], rule: Rule) -> Rule:
     """Enter the rule of losses: with a reduction of their own they mix everything."""
     return known(names)(lambda *given: (rule if saved(given[0], "reduction") == NONE else everything)(*given))
@@ -139,12 +155,6 @@ def pointwise(node: Node, output: int, layout: Layout) -> Inputs:
     """Each element comes from the elements at its place."""
     out, name = shape(node, output), operation(node)
     return [(edge, broadcast(layout, size_of(edge), out, name) if edge[0] else ()) for edge in edges(node)]
-
-
-@of_one(ROW_LOSSES)
-def _per_sample(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """Multi-class margins: one value a row, from the whole row."""
-    return (*layout[:1], *mixed(sizes[1:], operation(node)))
 
 
 @of_one(NLL)
@@ -159,17 +169,22 @@ _unless_reduced(ROW_LOSSES, _per_sample)
 _unless_reduced(NLL, _nll)
 
 
-@of_one(VIEWS)
-def _view(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """Reshapes: the same elements in the same order."""
-    return reshaped(layout, sizes, operation(node))
-
-
-@of_one("Unsqueeze")
-def _unsqueeze(node: Node, layout: Layout, _sizes: Shape) -> Layout:
-    """Remove the dimension that was put in."""
-    dim = saved_dim(node, "dim", len(layout))
-    return layout[:dim] + layout[dim + 1 :]
+# Reshapes: the same elements in the same order.
+of_one(VIEWS)(lambda node, layout, sizes: reshaped(layout, sizes, operation(node)))
+# What puts a dimension in, which goes; all inputs of a stack have gone there.
+of_one("Unsqueeze")(lambda node, layout, _sizes: without_dim(layout, saved_dim(node, "dim", len(layout))))
+known("Stack")(
+    lambda node, _, layout: [
+        (edge, without_dim(layout, saved_dim(node, "dim", len(layout)))) for edge in edges(node) if edge[0] is not None
+    ]
+)
+# Windows over one dimension, put last: that dimension is mixed.
+of_one("Unfold")(
+    lambda node, layout, sizes: mix(layout, sizes, {saved_dim(node, "dimension", len(sizes))}, operation(node))
+)
+# A complex tensor as pairs of numbers, put last; and back.
+of_one("ViewAsReal")(lambda _node, layout, _sizes: layout[:-1])
+of_one("ViewAsComplex")(lambda node, layout, _sizes: (*layout, *mixed((2,), operation(node))))
 
 
 @of_one("Squeeze")
@@ -285,11 +300,6 @@ def _diag_embed(node: Node, layout: Layout, sizes: Shape) -> Layout:
     return (*(dim for d, dim in enumerate(layout) if d not in dims), *mixed(sizes[-1:], operation(node)))
 
 
-# A complex tensor as pairs of numbers, put last; and back.
-of_one("ViewAsReal")(lambda _node, layout, _sizes: layout[:-1])
-of_one("ViewAsComplex")(lambda node, layout, _sizes: (*layout, *mixed((2,), operation(node))))
-
-
 @of_one("CtcLoss CudnnCtcLoss")
 def _ctc(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """One value a sequence, from log-probabilities of shape (time, batch, classes)."""
@@ -297,12 +307,6 @@ def _ctc(node: Node, layout: Layout, sizes: Shape) -> Layout:
         return mixed(sizes, operation(node))
     # Time comes first here, and is known not to hold samples: these lie behind it.
     return ((sizes[0], SHARED),), layout[0], ((sizes[2], operation(node)),)
-
-
-@of_one("Unfold")
-def _unfold(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """Windows over one dimension, put last: that dimension is mixed."""
-    return mix(layout, sizes, {saved_dim(node, "dimension", len(sizes))}, operation(node))
 
 
 @known("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm")

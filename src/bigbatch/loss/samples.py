@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
-from bigbatch.errors import LossError
 from bigbatch.loss import graph, refusals, rules
 from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
 from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, is_sliver, matches, sample_axes, without_slivers
@@ -133,7 +132,7 @@ class Samples:
     _crossed: bool = False  # one with several results of an unbind in one row
     _rows: dict[Source, Dim] = field(default_factory=dict)  # of tensors whose rows were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
-    _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
+    broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     @property
@@ -156,10 +155,6 @@ class Samples:
             self._seen[node, output, layout] = None
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
-
-    def note(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
-        """Take note of what a pointwise operation has broadcast."""
-        self._broadcasts.note(node, name, sizes, layout)
 
     def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
         """Return what to follow below a node, and how samples lie there; nothing where the model begins."""
@@ -212,7 +207,7 @@ class Samples:
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is rules.pointwise or (rule is rules.fused_loss and saved(node, "reduction") == rules.NONE):
-            self.note(node, name, shape(node, output), layout)
+            self.broadcasts.note(node, name, shape(node, output), layout)
         return inputs
 
     def rejoin(self, parts: Sequence[Edge], rows: Dim) -> Inputs:
@@ -220,7 +215,8 @@ class Samples:
         found, again = rows_put_back(parts), Inputs()
         self._stacked, self._crossed = True, self._crossed or found.crossed
         for source in found.back:
-            if not _same_rows(self._rows.setdefault(source, rows), rows):  # rows that met others on one way
+            before = self._rows.setdefault(source, rows)
+            if before != rows and not all(matches(a, b) for _, a in before for _, b in rows):  # rows that met others
                 self._rows[source] = ((source.rows, "Stack"),)
                 seen = [(below, row_of(node, output)) for node, output, below in self._seen]
                 again += [self._unbound(source, below) for below, row in seen if row is not None and row[0] == source]
@@ -328,7 +324,10 @@ class Samples:
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
-            raise _refusal(found, chosen=bool(self.chosen))
+            if found == rules.BY_CONSTANT:
+                raise refusals.gradless_factor("LinalgSolveTriangular")
+            pooled = found in PUTS or found == "ScatterReduce"
+            raise refusals.pooled(found) if pooled else refusals.coupled(found, chosen=bool(self.chosen))
         if any(tag is UNBOUND for _, tag in layout[dims[0]][:1]):
             self._steps.append(found[0] if found else None)
         else:
@@ -336,7 +335,7 @@ class Samples:
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
-        self._broadcasts.hold(parts)
+        self.broadcasts.hold(parts)
         if found:
             self._align(found, parts)
 
@@ -400,20 +399,9 @@ class Samples:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
         self.trail.samples.update(n for n, tag in self.parts if self.axes and matches(tag, self.axes[0]))
-        spread = self._broadcasts.across_samples(self.axes or (), self.parts, self.trail)
+        spread = self.broadcasts.across_samples(self.axes or (), self.parts, self.trail)
         if spread:
             raise refusals.expanded(spread)
-
-
-def _refusal(name: str, *, chosen: bool) -> LossError:
-    if name == rules.BY_CONSTANT:
-        return refusals.gradless_factor("LinalgSolveTriangular")
-    pooled = name in PUTS or name == "ScatterReduce"
-    return refusals.pooled(name) if pooled else refusals.coupled(name, chosen=chosen)
-
-
-def _same_rows(one: Dim, other: Dim) -> bool:
-    return one == other or all(matches(a, b) for _, a in one for _, b in other)
 
 
 def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:

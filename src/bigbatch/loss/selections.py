@@ -144,7 +144,9 @@ def _reordered(dim: Dim, by: tuple[str, object], *, stay: bool = False) -> Dim:
 
     def back(axis: Axis) -> Axis:
         taken = any(put in PUTS and to == by[1] for put, to in axis.order[-1:])
-        return replace(axis, order=axis.order[:-1]) if taken else axis if stay else axis.reordered(by)
+        return (
+            replace(axis, order=axis.order[:-1]) if taken else axis if stay else replace(axis, order=(*axis.order, by))
+        )
 
     return tuple((size, back(tag) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
@@ -349,15 +351,9 @@ def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
     tag = _tag_of(dim, "Cat")
     if isinstance(tag, Axis):
         several = sum(part > 1 for part, _ in dim) > 1
-        tag = replace(tag.reordered(("Cat", tuple(taken))) if several else tag, lone=size == 1 and len(taken) > 1)
+        order = (*tag.order, ("Cat", tuple(taken))) if several else tag.order
+        tag = replace(tag, order=order, lone=size == 1 and len(taken) > 1)
     return ((size, tag),)
-
-
-@known("Stack")
-def _stack(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Stacking: the new dimension goes."""
-    dim = saved_dim(node, "dim", len(layout))
-    return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
 
 
 def row_of(node: Node | None, output: int) -> tuple[Source, int] | None:
