@@ -1,8 +1,8 @@
 """Every loss in the tables, accumulated over uneven micro-batches, is the loss of one real big batch."""
 
-import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,13 +144,32 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda tokens, _: self.model(tokens), x, anchor, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A real process group of one."""
+    store = tmp_path_factory.mktemp("store") / "init"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "checkpointed": functools.partial(Checkpointed, reentrant=False),
+    "checkpointed, reentrant": functools.partial(Checkpointed, reentrant=True),
+    "DDP": DistributedDataParallel,
+    "DDP that looks for unused parameters": functools.partial(DistributedDataParallel, find_unused_parameters=True),
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", WRAPPED)
-def test_checkpointed_models_are_read(name: str, reentrant: bool) -> None:
-    """Checkpointing the model changes nothing about its loss."""
+def test_wrapped_models_are_read(name: str, wrapper: str) -> None:
+    """What is around a model changes nothing about its loss."""
     case = BY_NAME[name]
     batches = case.micro_batches(SPLIT)
-    ours = accumulated(case, batches, 4, model=Checkpointed(case.model(), reentrant=reentrant))
+    ours = accumulated(case, batches, 4, model=WRAPPERS[wrapper](case.model()))
     assert_equal(ours, big_batches(case, batches, 4))
 
 
@@ -207,34 +226,6 @@ def test_a_loss_offloaded_by_saved_tensor_hooks_is_exact_or_refused(name: str) -
         assert_equal(accumulated(case, batches, 4, loss=hooked), big_batches(case, batches, 4))
 
 
-@pytest.fixture(scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A real process group of one."""
-    store = tmp_path_factory.mktemp("store") / "init"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("unused", [False, True], ids=["plain", "find-unused"])
-@pytest.mark.parametrize("name", WRAPPED)
-def test_models_under_ddp_are_read(name: str, unused: bool) -> None:
-    """DistributedDataParallel around the model changes nothing about its loss."""
-    case = BY_NAME[name]
-    batches = case.micro_batches(SPLIT)
-    wrapped = DistributedDataParallel(case.model(), find_unused_parameters=unused)
-    assert_equal(accumulated(case, batches, 4, model=wrapped), big_batches(case, batches, 4))
-
-
-@contextlib.contextmanager
-def bf16() -> Iterator[None]:
-    """Autocast as CPU training uses it."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        yield
-
-
 AUTOCAST = [name for name in WRAPPED if name not in {"dice-per-sample", "lstm"}]
 
 
@@ -244,7 +235,7 @@ def test_losses_under_autocast_are_read(name: str) -> None:
     case = BY_NAME[name]
 
     def loss(model: Any, batch: Batch) -> Tensor:
-        with bf16():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             return case.loss(model, {k: v.float() if v.is_floating_point() else v for k, v in batch.items()})
 
     batches = case.micro_batches((5, 1, 3, 2), seed=3)

@@ -68,6 +68,7 @@ REFUSED = {
     "rows against the next, beside others": case(lambda m, b: (one_by_one(m(b["x"]), times_the_next) * m(b["x"].sin())).mean()),
     "steps against the next row's, beside others": case(lambda m, b: (one_by_one(m(b["x"]), times_the_next) * m(b["x"].sin())).mean(), sequences),
     "neighbors in a dot product": case(lambda m, b: F.mse_loss(m(b["x"]), b["value"]) + torch.dot(m(b["x"])[1:, 0], m(b["x"])[:-1, 0])),
+    "a grid that was centred over the batch": case(lambda m, b: F.grid_sample(b["value"][:, None, None], (m(b["x"]) - m(b["x"]).mean(0)).view(-1, 1, 2, 2), align_corners=False).mean()),
     "one row beside all": case(lambda m, b: (m(b["x"]).unbind(0)[0] * m(b["x"].sin())).mean()),
     "a slip hidden by a cat": case(lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()),
     "a slip hidden by a cat of steps": case(lambda m, b: torch.cat([m(b["x"])[:, 0, :1] - b["reference"][:, 0], m(b["x"]).flatten(1)], 1).mean(), sequences),

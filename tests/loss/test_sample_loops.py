@@ -33,12 +33,6 @@ def by_number(m: Any, b: Batch) -> Tensor:
     return -torch.stack([logs[i, int(a)] * b["scalar"][i] for i, a in enumerate(b["label"])]).mean()
 
 
-def one_row_each(m: Any, b: Batch) -> Any:
-    """Rows that keep their dimension."""
-    out, size = m(b["x"]), len(b["x"])
-    return sum(F.cross_entropy(out[i : i + 1], b["label"][i : i + 1]) for i in range(size)) / size
-
-
 def added_up(m: Any, b: Batch) -> Any:
     """An average as `segmentation_models_pytorch` has it: of one picture nothing is divided."""
     losses = [
@@ -67,8 +61,6 @@ LOOPS: dict[str, LossFunction] = {
     "means, sum / n": lambda m, b: sum(errors(m, b)) / len(b["x"]),
     "means, each / n": lambda m, b: sum(loss / len(b["x"]) for loss in errors(m, b)),
     "norms": lambda m, b: torch.stack([(o - v).norm() for o, v in zip(m(b["x"]), b["value"], strict=True)]).mean(),
-    "one row each": one_row_each,
-    "split": lambda m, b: torch.stack([F.cross_entropy(o, y) for o, y in zip(m(b["x"]).split(1), b["label"].split(1), strict=True)]).mean(),
     "two outputs": lambda m, b: torch.stack([F.mse_loss(o, z) for o, z in zip(m(b["x"]), m(b["x2"]).tanh(), strict=True)]).mean(),
     "two terms": lambda m, b: torch.stack([F.cross_entropy(o, y) + 0.1 * z.square().sum() for o, y, z in zip(m(b["x"]), b["label"], m(b["x2"]), strict=True)]).mean(),
     "two loops": lambda m, b: torch.stack(entropies(m, b)).mean() + 0.5 * torch.stack(errors(m, b)).mean() + 0.1 * m(b["x2"]).square().sum(1).mean(),
@@ -84,6 +76,8 @@ STEPWISE: dict[str, LossFunction] = {  # steps come first, or heads: means over 
     "discounted steps": lambda m, b: sum(0.9**t * o.square().mean() for t, o in enumerate(m(b["x"].transpose(0, 1)))),
     "heads": lambda m, b: torch.stack([F.mse_loss(o, b["value"][:, 0]) for o in m(b["x"]).unbind(1)]).mean(),
     "labels": lambda m, b: sum(F.binary_cross_entropy_with_logits(o, b["mask"][:, 0].double()) for o in m(b["x"][:, 0]).T) / CLASSES,
+    "views, by chunk": lambda m, b: sum(F.cross_entropy(o, b["tokens"][:, 0]) for o in m(torch.cat([b["x"][:, 0], b["x"][:, 1]])).chunk(2)) / 2,
+    "views, by view": lambda m, b: torch.stack([F.mse_loss(o, b["value"][:, 0]) for o in m(torch.cat([b["x"][:, 0], b["x"][:, 1]])).view(2, len(b["x"]), -1)]).mean(),
     "layers": lambda m, b: sum(F.l1_loss(o, b["value"][:, 0]) for o in torch.stack([m(b["x"][:, 0]), m(b["x"][:, 1])])),
 }  # fmt: skip
 CASES += [Loss(name, mlp(), sequences, loss) for name, loss in STEPWISE.items()]
@@ -134,6 +128,7 @@ COUPLED: dict[str, LossFunction] = {
     "two of all": lambda m, b: numbered(m, b, (0, 1)),
     "one twice": lambda m, b: numbered(m, b, (0, 1, 1)),
     "centred": lambda m, b: torch.stack([(o - m(b["x2"]).mean(0)).norm() for o in m(b["x"])]).mean(),
+    "deviations of two views": lambda m, b: torch.stack([z.std(0, correction=0).mean() for z in m(torch.cat([b["x"], b["x2"]])).view(2, 3, -1)]).mean(),
     "the worst": lambda m, b: torch.stack(entropies(m, b)).max(),
     "another number": lambda m, b: sum(entropies(m, b)) / (len(b["x"]) + 2),
     "the model in the loop": lambda m, b: (torch.stack([m(x[None]).mean(0) for x in b["x"]]) - b["value"]).square().mean(),

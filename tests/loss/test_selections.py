@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, trained
-from tests.support.samples import Batch, Loss, images, mlp, rows, seeded
+from tests.support.samples import Batch, Loss, mlp, rows
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
     "mse": lambda out, b, mask: F.mse_loss(out[mask], b["value"][mask]),
@@ -84,46 +84,6 @@ def test_a_term_that_some_micro_batches_lack() -> None:
     batch["scalar"][:6] = -batch["scalar"][:6].abs()
     batch["scalar"][6:].abs_()
     assert_big_step_equal(case, [batch], 3)
-
-
-class Warped(nn.Module):
-    """A grid that moves what an image shows: only the grid is trained, or also what is sampled."""
-
-    def __init__(self, *, trained: bool) -> None:
-        super().__init__()
-        self.where, self.what = nn.Linear(2, 2), nn.Conv2d(2, 4, 1) if trained else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The image as the grid shows it."""
-        grid = self.where(x.movedim(1, -1)).tanh()
-        return F.grid_sample(self.what(x), grid, align_corners=False)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_sampling_grid_is_followed(trained: bool) -> None:
-    """As in registration, optical flow and spatial transformers."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        shown = model(batch["x"])
-        return (shown - batch["value"][:, : shown.shape[1]]).square().mean()
-
-    case = Loss("warped", seeded(lambda: Warped(trained=trained)), images(4, 4), loss)
-    batches = case.micro_batches((3, 1, 2))
-    assert_equal(accumulated(case, batches, 3), big_batches(case, batches, 3))
-
-
-def test_a_grid_of_the_whole_batch_is_refused() -> None:
-    """Grids that were centred over the batch set samples against each other."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        grid = model.where(batch["x"].movedim(1, -1))
-        return F.grid_sample(batch["x"], grid - grid.mean(0), align_corners=False).square().mean()
-
-    case = Loss("warped", seeded(lambda: Warped(trained=False)), images(4, 4), loss)
-    model = case.model()
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    with pytest.raises(Exception, match="coupled"):
-        accumulator.backward(loss(model, case.micro_batches((3,))[0]))
 
 
 CHOSEN: dict[str, Callable[[Any, Batch], Tensor]] = {

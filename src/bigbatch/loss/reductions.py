@@ -110,19 +110,19 @@ def read_sum(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | N
         below = rows_below(edge)
         if ("samples", *below.operations) in trail.precedents and any(source.rows == 1 for source in below.rows):
             return _Chain((((1, Axis(0, 0)),),), ["Mean"], [1], scalars=[edge]).read_samples(edge, factors, trail)
-    scalars, rows = list[Edge](), set[int]()
-    node, output = edge
+    scalars, rows, node = list[Edge](), set[int](), edge[0]
     while node is not None and operation(node) == "Add" and saved(node, "alpha", 1) == 1:
-        inputs = [each for each in edges(node) if each[0] is not None]
-        scalars.insert(0, inputs[-1])
-        rows = rows or {source.rows for source in rows_below(inputs[-1]).rows}
-        every = [inputs[0], *scalars] if len(inputs) > 1 else scalars
-        if len(every) in rows:
-            chain = _Chain((((len(every), Axis(0, 0)),),), ["Sum"], [len(every)], scalars=every)
+        *first, last = (each for each in edges(node) if each[0] is not None)
+        rows = rows or {source.rows for source in rows_below(last).rows}
+        scalars.append(last)
+        number = len(scalars) + len(first)
+        if number in rows:
+            every = [*first, *reversed(scalars)]
+            chain = _Chain((((number, Axis(0, 0)),),), ["Sum"], [number], scalars=every)
             found = chain.read_samples(edge, factors, trail)
             if found is not None:
                 return found
-        node, output = inputs[0] if len(inputs) > 1 else (None, output)
+        node = first[0][0] if first and number < max(rows, default=0) + 1 else None
     return None
 
 
@@ -190,7 +190,7 @@ class _Chain:
         if divided is not None:
             self.kinds = ["Mean"]
         averaged = "Mean" in self.kinds
-        if len(inner) > averaged or 0.0 in inner or (trail.known.time_first and not flat and not inner):
+        if len(inner) > averaged or 0.0 in inner or (trail.known.time_first and not flat):
             return None
         unbound, (each,) = set(trail.unbound), inner or {1.0}
         try:
@@ -235,7 +235,7 @@ class _Chain:
     def _level(self, samples: Samples) -> int:
         if samples.one_by_one and (len(self.kinds) > 1 or self.scalars):
             raise refusals.lone_rows()
-        if self.scalars and samples.data and not samples.axes:
+        if self.scalars and samples.data and (samples.glued or not samples.axes):
             raise refusals.lone_rows()
         if samples.axes:
             first, seen = samples.axes[0], {axis.reduction for axis in samples.axes}

@@ -124,6 +124,7 @@ class Samples:
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
     batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
     placed: bool = False  # a recurrent layer has told where they lie
+    glued: bool = False  # they lie along a dimension of an output that was cut apart: may it hold others behind them?
     one_by_one: bool = False  # samples came in a stack that is not followed to their rows
     _stacked: bool = False  # a stack was met
     _steps: list[Axis | None] = field(default_factory=list)  # the samples of outputs whose positions were unbound
@@ -224,8 +225,7 @@ class Samples:
 
     def _unbound(self, source: Source, layout: Layout) -> tuple[Edge, Layout]:
         """Give the layout before rows were taken that are together again."""
-        after = source.dim + (len(layout) == len(size_of(source.edge)))
-        return source.edge, (*layout[: source.dim], self._rows[source], *layout[after:])
+        return source.edge, (*layout[: source.dim], self._rows[source], *layout[source.dim :])
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
@@ -320,6 +320,7 @@ class Samples:
         self.outputs = self.outputs or not chosen
         if not layout:
             return
+        self.glued = self.glued or len(dims) > 1 or len(layout[dims[0]]) > 1
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):

@@ -20,7 +20,6 @@ _OPERATIONS_ON_A_ROW = 64
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
 TAKES = frozenset("Index IndexSelect Gather".split())
-_ROWS = frozenset("Unbind Select Slice Split".split())
 
 
 class Source(NamedTuple):
@@ -358,15 +357,13 @@ def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
 
 def row_of(node: Node | None, output: int) -> tuple[Source, int] | None:
     """Tell of which tensor a result is one row, and the row's number."""
-    if node is None or (name := operation(node)) not in _ROWS:
+    if node is None or (name := operation(node)) not in {"Unbind", "Select"}:
         return None
     edge = edges(node)[0]
     dim = saved_dim(node, "dim", len(size_of(edge)))
     rows = size_of(edge)[dim]
-    if name in {"Slice", "Split"} and shape(node, output)[dim] != 1:
-        return None
-    first = graph.signed(saved(node, "index" if name == "Select" else "start") or 0)
-    return Source(edge, dim, rows, name == "Unbind"), first % rows if name in {"Select", "Slice"} else output
+    number = output if name == "Unbind" else graph.signed(saved(node, "index")) % rows
+    return Source(edge, dim, rows, name == "Unbind"), number
 
 
 def rows_put_back(parts: Sequence[Edge]) -> Rows:
