@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
@@ -180,16 +181,6 @@ def pairs(model: Any, batch: Batch) -> Tensor:
     return (found - found.detach().mean(0)).square().mean()
 
 
-def own_steps(model: Any, batch: Batch) -> Tensor:
-    """A difference to half of the batch, which a reading of the graph leaves to the check."""
-    return (model(batch[0])[:, :, None] - batch[0][: len(batch[0]) // 2].T.flatten()).square().mean()
-
-
-def one_each(model: Any, batch: Batch) -> Tensor:
-    """A term for each sample."""
-    return torch.stack([F.mse_loss(model(x), x[:4]) for x in batch[0]]).sum()
-
-
 def mixed(model: nn.Module, batch: Batch) -> Tensor:
     """Each sample mixed with another one, as mixup does: no part of an order is the order of a part."""
     return F.cross_entropy(model(batch[0] + 0.3 * batch[0][torch.randperm(len(batch[0]))]), batch[1])
@@ -207,13 +198,8 @@ class Reentrant(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 8) → (n, 8)."""
-        found: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=True)
         return found
-
-
-def beside_a_mean(model: Any, batch: Batch) -> Tensor:
-    """A weak coupling: statistics of a few samples do not excuse it, since the check uses none."""
-    return plain(model, batch) + 0.2 * advantages(model, batch)
 
 
 class Refused(NamedTuple):
@@ -241,12 +227,22 @@ REFUSED = {
     "class weights of 1,000 classes": Refused(class_weights, sizes=(2, 32), samples=256, classes=1000),
     "mined examples": Refused(mined),
     "the smaller half": Refused(partial(mined, smaller=True)),
-    "half of the batch": Refused(own_steps, samples=12),
+    "half of the batch": Refused(
+        lambda m, b: (m(b[0])[:, :, None] - b[0][: len(b[0]) // 2].T.flatten()).square().mean(), samples=12
+    ),
     "pairs, of which a part fails": Refused(pairs, samples=24),
-    "a term for each sample": Refused(one_each, sizes=(2, 3, 5), samples=10, said="terms for single samples|coupled"),
+    "a term for each sample": Refused(
+        lambda m, b: torch.stack([F.mse_loss(m(x), x[:4]) for x in b[0]]).sum(),
+        sizes=(2, 3, 5),
+        samples=10,
+        said="terms for single samples|coupled",
+    ),
     LACKING: Refused(lacking, sizes=(1, 2), said=r"counted\(0 \* loss, 0\)"),
     "a weak coupling beside BatchNorm": Refused(
-        beside_a_mean, lambda *how, **named: net(*how, parts=nn.BatchNorm1d(8), **named), (16,), 128
+        lambda m, b: plain(m, b) + 0.2 * advantages(m, b),  # its statistics do not excuse it: the check uses none
+        lambda *how, **named: net(*how, parts=nn.BatchNorm1d(8), **named),
+        (16,),
+        128,
     ),
     "a reentrant checkpoint": Refused(advantages, lambda *how, **named: net(*how, parts=Reentrant(8, 8), **named)),
     "eval mode shows it beside an order": Refused(
@@ -331,17 +327,6 @@ def counts(model: Any, batch: Batch) -> Tensor:
     return 1 - F.cross_entropy(scores, batch[1]) + terms + 1e-3 * once
 
 
-def summed(model: Any, batch: Batch) -> Tensor:
-    """A sum, from a constant."""
-    return 1 - F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
-def checkpointed(model: Any, batch: Batch) -> Tensor:
-    """What is run again in backward draws numbers of its own."""
-    found = torch.utils.checkpoint.checkpoint(model, batch[0], use_reentrant=False)
-    return F.cross_entropy(found, batch[1])
-
-
 def quadruples(model: Any, batch: Batch) -> Tensor:
     """The largest features of each four samples; takes more memory than a piece may in any case."""
     _ = batch[0].new_ones(1 << 23)
@@ -405,11 +390,11 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "augmented": (partial(drawing, "F.dropout"), augmented),
     "masked": (partial(drawing, "F.dropout"), masked),
     "counts": (partial(drawing, "F.dropout"), counts),
-    "a sum": (partial(drawing, "F.dropout"), summed),
+    "a sum": (partial(drawing, "F.dropout"), lambda m, b: 1 - F.cross_entropy(m(b[0]), b[1], reduction="sum")),
     LACKING: (partial(drawing, "F.dropout"), partial(lacking, told=True)),
     "quadruples": (partial(drawing, "F.dropout"), quadruples),
     "an operation that cannot be watched": (lambda: net(between=_unwatched), plain),
-    "checkpointed": (partial(drawing, "F.dropout"), checkpointed),
+    "checkpointed": (partial(drawing, "F.dropout"), lambda m, b: plain(partial(checkpoint, m, use_reentrant=False), b)),
     "raises in evaluation": (lambda: net(between=lambda h, on: F.dropout(h) if on else 1 / 0), plain),
     "no graph in evaluation": (lambda: net(between=lambda h, on: F.dropout(h) if on else h.detach()), plain),
     "layer norm": (lambda: net(parts=nn.LayerNorm(8)), plain),
@@ -513,11 +498,6 @@ def test_terms_that_cancel_leave_their_rounding(scale: float) -> None:
             step_of(model, lambda m, b: loss(m, (b[0] - b[0].mean(0), b[1])), 8, lr=1e-9)(batch)  # noqa: B023 - called at once
 
 
-def hardest(model: Any, batch: Batch) -> Tensor:
-    """The largest features of each pair of samples; fails for one sample."""
-    return model(batch[0]).view(-1, 2, 4).flatten(1).topk(5, dim=1).values.mean()
-
-
 def penalized(model: Any, batch: Batch) -> Tensor:
     """A gradient penalty."""
     x = batch[0].requires_grad_()
@@ -527,7 +507,11 @@ def penalized(model: Any, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "size"),
-    [(hardest, 2), (hardest, 4), (hardest, 6), (penalized, 1), (penalized, 4), (mined, 24), (advantages, 24)],
+    [
+        *((lambda m, b: m(b[0]).view(-1, 2, 4).flatten(1).topk(5, dim=1).values.mean(), size) for size in (2, 4, 6)),
+        *((penalized, size) for size in (1, 4)),
+        *((loss, 24) for loss in (mined, advantages)),
+    ],
 )
 def test_a_check_that_cannot_run_is_no_error(loss: Any, size: int) -> None:
     """Where pieces or parts fail that are not the step's own, others are compared; one micro-batch is the big batch."""
