@@ -47,6 +47,7 @@ from bigbatch.window.window import OPEN, Window
 STATE_VERSION = 1
 _COUPLED = "samples are coupled (BatchNorm in training mode, or across in the loss or the model)"
 _Made = tuple[Update, Buffers, list[str]]  # buffers as they were, and the names of those that forwards have changed
+_ALONE = "This rank cannot try again alone: others wait for it, or have gone on. Nothing was stepped here."
 _RANKS_WAIT = "ranks wait for each other (a sharded model, BatchNorm in training mode, `across`)"
 _ALL_RANKS = "every pass through a model that is sharded with fully_shard needs all ranks"
 
@@ -250,12 +251,7 @@ class BigStep:
 
         None is, once the step has begun or traces are left, or other ranks have heard of this window.
         """
-        now, team, short, side_by_side = (
-            self._execution,
-            self._team,
-            is_short(error),
-            bool(self._admission.side_by_side),
-        )
+        now, team, short = self._execution, self._team, is_short(error)
         if short and self._stepper.began:
             raise no_room(
                 error,
@@ -277,14 +273,14 @@ class BigStep:
             # Where others wait for this rank in the midst of a window, it cannot try again alone.
             inside = not team.is_alone and (team.elsewhere or team.sharded or is_of_the_wire(error))
             if short and (team.spoken or (inside and division is not None)):
-                where = "adding up the gradients of all ranks" if team.spoken else f"a pass for which {_RANKS_WAIT}"
-                since = (
-                    "This rank cannot try again alone: others wait for it, or have gone on. Nothing was stepped here."
+                where = (
+                    "in adding up the gradients of all ranks" if team.spoken else f"in a pass for which {_RANKS_WAIT}"
                 )
                 fix = "a smaller micro_batch_size or memory=, or activation checkpointing; and go on from a checkpoint"
-                raise no_room(error, f"in {where}", since, fix) from error
+                raise no_room(error, where, _ALONE, fix) from error
             if team.spoken or inside:
                 return None
+        side_by_side = bool(self._admission.side_by_side)
         better = remedy(now, error, side_by_side=side_by_side)
         return better or (now if self._has_room(error, division, side_by_side=side_by_side) else None)
 
