@@ -23,7 +23,7 @@ from bigbatch.state import scope
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Snapshot, devices_of
 from bigbatch.window.backward import weigh_terms
-from bigbatch.window.gate import scan
+from bigbatch.window.gate import Scan
 from bigbatch.window.tally import Weights
 
 # How far rounding may move a gradient, relative to those of the parts; what couples samples moves it further.
@@ -129,7 +129,7 @@ class _Forward:
             weights = _weights(terms, totals, is_first=is_first)
         # In lock-step others wait for its backward, whatever it counts.
         counts = probes and not (weights.nothing and worker is None)
-        counts = counts and not scan(loss).reentrant_checkpoint  # it knows no chosen parameters: values are compared
+        counts = counts and not Scan(loss).reentrant_checkpoint  # it knows no chosen parameters: values are compared
         gradient = self._gradient(weights) if counts else tuple(map(torch.zeros_like, probes))
         drawn = self._numbers.drawn()
         return Part(

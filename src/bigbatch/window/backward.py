@@ -56,7 +56,8 @@ class Starts:
             # of the weight is left; but a scaler, where there is one, is tuned to what it does then.
             residual = _left(weight, whole=dtype == torch.float16 and scale is None)
             weight = weight / residual
-        if not first and not (isinstance(residual, float) and residual == self.residual):
+        is_same = isinstance(residual, float) and isinstance(self.residual, float) and residual == self.residual
+        if not first and not is_same:
             self._gradients.scale(self.residual / residual)
         self.residual = residual
         if isinstance(weight, Tensor):

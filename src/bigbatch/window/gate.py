@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
@@ -148,7 +147,7 @@ class Admission:
         try:
             if not self._is_sharded and self.reader.fresh:
                 self._refuse_sharded_since()
-            found = scan(loss)
+            found = Scan(loss)
             if found.reentrant_checkpoint:
                 self.only_own = False  # it cannot run a backward with a chosen set of parameters
             self._look_at_leaves(found)
@@ -199,7 +198,7 @@ class Admission:
         """Refuse a loss that was computed with parameters of others which have changed since the window began."""
         used = {key: p._version for key, ref in self.others.items() if (p := ref()) is not None}  # noqa: SLF001
         changed = {key for key, version in used.items() if self._versions.setdefault(key, version) != version}
-        if changed and (changed := changed & scan(loss).leaves.keys()):  # the rest is of other losses
+        if changed and (changed := changed & Scan(loss).leaves.keys()):  # the rest is of other losses
             order = "fake = generator(noise) once, then the generator's backward, then the discriminator's"
             raise WindowDisturbed(
                 f"this loss runs through parameters that another optimizer trains, which has changed {len(changed)} of "
@@ -238,42 +237,32 @@ _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mea
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
 
-@dataclass
 class Scan:
     """What a whole graph holds."""
 
-    reentrant_checkpoint: bool = False
-    batch_norm: bool = False  # in training mode
-    resting: set[int] = field(default_factory=set)  # where running means of others lie; 0: one cannot tell
-    alone: bool = False  # it asked for other micro-batches where there were none
-    leaves: dict[int, Tensor] = field(default_factory=dict)  # the tensors that its gradient goes to, by their ids
+    def __init__(self, value: Tensor) -> None:
+        """Look through it."""
+        self.reentrant_checkpoint = False
+        self.alone = False  # it asked for other micro-batches where there were none
+        self.batch_norm = False  # in training mode
+        self.resting = set[int]()  # where running means of others lie; 0: one cannot tell
+        self.leaves: dict[int, Tensor] = {}  # the tensors that its gradient goes to, by their ids
+        for node in _nodes(value):
+            name = operation(node)
+            self.reentrant_checkpoint |= name == "CheckpointFunction"
+            self.alone |= name == "_Alone"
+            if is_leaf(node):
+                self.leaves[id(variable(node))] = variable(node)
+            elif name in _BATCH_NORMS and not saved(node, "training"):
+                mean = saved_tensor(node, "running_mean")
+                self.resting.add(0 if mean is None else mean.data_ptr())
+            elif name in _BATCH_NORMS:  # instance norm is a batch norm of one batch, (1, samples x channels, ...)
+                self.batch_norm |= shape(node)[0] > 1
 
 
 def kind_of_graph(value: Tensor) -> int:
     """Tell graphs of different operations apart, whatever their sizes, by the part next to the loss."""
-    found: dict[Node, None] = {} if value.grad_fn is None else {value.grad_fn: None}
-    latest = list(found)
-    while latest and len(found) < _NODES_LOOKED_AT:
-        latest = [below for node in latest for below, _ in edges(node) if below is not None and below not in found]
-        found.update(dict.fromkeys(latest))
-    return hash(tuple(map(operation, found)))
-
-
-def scan(value: Tensor) -> Scan:
-    """Look through a whole graph."""
-    found = Scan()
-    for node in _nodes(value):
-        name = operation(node)
-        found.reentrant_checkpoint |= name == "CheckpointFunction"
-        found.alone |= name == "_Alone"
-        if is_leaf(node):
-            found.leaves[id(variable(node))] = variable(node)
-        elif name in _BATCH_NORMS and not saved(node, "training"):
-            mean = saved_tensor(node, "running_mean")
-            found.resting.add(0 if mean is None else mean.data_ptr())
-        elif name in _BATCH_NORMS:  # instance norm is a batch norm of one batch, (1, samples x channels, ...)
-            found.batch_norm |= shape(node)[0] > 1
-    return found
+    return hash(tuple(map(operation, islice(_nodes(value), _NODES_LOOKED_AT))))
 
 
 def refuse_scaled(loss: Tensor, scaler: GradScaler) -> None:
@@ -290,11 +279,10 @@ def refuse_scaled(loss: Tensor, scaler: GradScaler) -> None:
 
 
 def _nodes(value: Tensor, through: frozenset[str] | None = None) -> Iterator[Node]:
-    """Yield the nodes of a graph from its end on, perhaps only as far as it goes `through` some operations."""
-    stack, seen = [value.grad_fn], set[Node]()
-    while stack:
-        node = stack.pop()
+    """Yield the nodes of a graph, those next to its end first, perhaps only where it goes `through` some operations."""
+    every, seen = [value.grad_fn], set[Node]()
+    for node in every:  # it grows
         if node is not None and node not in seen and (through is None or operation(node) in through):
             seen.add(node)
             yield node
-            stack.extend(below for below, _ in edges(node))
+            every.extend(below for below, _ in edges(node))

@@ -442,10 +442,7 @@ class Window:
 
 
 def _apart(factors: dict[Node, Tensor], weights: Weights, start: Tensor) -> dict[Node, Tensor]:
-    """Return what is between a loss and its terms, from the gradients that have come to them; none where it is known.
-
-    The value of the whole says it all there.
-    """
+    """Return what is between a loss and its terms, from the gradients that came there; none where it is known."""
     return {} if weights.of_value is not None else {node: each / start.reshape(()) for node, each in factors.items()}
 
 
