@@ -165,7 +165,7 @@ def test_what_does_not_fit_or_would_be_refused_is_said() -> None:
 def test_advice(name: str, size: int) -> None:
     """Where accumulation is not needed."""
     probes = Probe(1, 20, 1.0), Probe(2, 30, 1.0), Probe(8, 90, 6.0)
-    (said,) = advice(Choice(size, 8, probes, 100, 100))
+    (said,) = advice(Choice(size, 8, probes, 100))
     approve("plan", name, said)
 
 

@@ -47,7 +47,6 @@ class Choice:
     size: int
     largest: int  # samples in the batch
     probes: tuple[Probe, ...]
-    budget: int
     limit: int  # the budget less its margin: what a peak may be
 
     @property
@@ -99,7 +98,7 @@ def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: 
     while (size := search.next_towards_the_largest()) is not None:
         search.look(size)
     search.look_for_a_faster_one()
-    return Choice(search.best().size, largest, tuple(search.seen), budget, search.limit)
+    return Choice(search.best().size, largest, tuple(search.seen), search.limit)
 
 
 class _Search:
