@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint`: saved on some ranks, loaded on others; and `steps` of who resumes."""
+"""Checkpoints by `torch.distributed.checkpoint`: saved on some ranks, loaded on others."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bigbatch import Accumulator
-from tests.support.rank_loops import OPTIMIZERS, WRAPPERS, Batch, joined, made, mean, micro_batch, model, weights
+from tests.support.rank_loops import OPTIMIZERS, WRAPPERS, Batch, joined, mean, micro_batch, model, weights
 from tests.support.ranks import exactly
 from tests.support.reference import distance
 
@@ -57,16 +57,3 @@ def test_saved_on_some_ranks_and_loaded_on_others(kind: str, numbers: tuple[int,
         optimizer.step()
         for each in exactly(ranks, trained, ranks, kind, window, str(tmp_path)):
             assert distance(each, weights(network)) <= 1e-12
-
-
-def test_steps_are_of_who_resumes_where_no_window_is_open() -> None:
-    """They are one rank's: on half as many ranks there are twice as many. An open window keeps its own."""
-    network = model()
-    one, other = made(network, steps=2), made(network, steps=4)
-    other.load_state_dict(one.state_dict())
-    assert other.steps == 4
-    one.backward(mean(network, micro_batch(3, 1)))
-    saved = one.state_dict()
-    one.discard()
-    other.load_state_dict(saved)
-    assert (other.steps, other.remaining) == (2, 1)
