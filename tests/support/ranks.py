@@ -92,8 +92,9 @@ class _Pool:
 
     def __init__(self, number: int, start: str, by: str) -> None:
         if start == "fork":  # what each process would import by itself
-            for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"):
+            for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"):
                 import_module(name)
+            torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer imports torch's compiler
         context: Any = mp.get_context(start)
         self._pipes: list[Connection] = []
         self._processes = []
