@@ -107,13 +107,6 @@ def batches_of(rank: int, sizes: Sizes) -> list[Batch]:
     return [micro_batch(size, 100 * rank + number) for number, size in enumerate(sizes[rank])]
 
 
-def windows_of(sizes: Sizes, steps: int) -> list[list[Batch]]:
-    """Return the big batches: the k-th window of every rank together."""
-    every = [batches_of(rank, sizes) for rank in range(len(sizes))]
-    number = max(-(-len(own) // steps) for own in every)
-    return [[b for own in every for b in own[k * steps : (k + 1) * steps] if len(b[0])] for k in range(number)]
-
-
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return one big batch."""
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
@@ -186,15 +179,15 @@ def told(update: Any) -> tuple[float, float, bool, float]:
 
 def truth(sizes: Sizes, steps: int, loss: str, optimizer: str) -> Any:
     """Train in one process, each big batch at once; a batch of no samples is left out."""
-    network = model()
+    network, every = model(), [batches_of(rank, sizes) for rank in range(len(sizes))]
     chosen = OPTIMIZERS[optimizer](network.parameters())
     accumulator = Accumulator(network, chosen, steps=1, clip_norm=1.0, counts=counts if loss == "two_counts" else None)
-    updates = []
-    for whole in accumulator.over([joined(window) for window in windows_of(sizes, steps)]):
-        update = accumulator.backward(LOSSES[loss](network, whole))
-        assert update is not None
-        updates.append(told(update))
-    return weights(network), updates
+    windows = (
+        [batch for own in every for batch in own[start : start + steps] if len(batch[0])]
+        for start in range(0, max(map(len, every)), steps)
+    )
+    found = [accumulator.backward(LOSSES[loss](network, each)) for each in accumulator.over([*map(joined, windows)])]
+    return weights(network), [told(update) for update in found]
 
 
 def assert_same(found: Sequence[Any], true: Any, *, all_updates: bool = True) -> None:
