@@ -13,7 +13,7 @@ twice: in forward for mean and variance, in backward for the two sums that the g
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,27 @@ from torch.nn import functional as F
 
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BatchNormError
-from bigbatch.lockstep.collectives import meet_in_forward, refuse_inner_derivative
-from bigbatch.lockstep.norm_kernels import Constants, Moments, Pooled, below, dense, moments, normalised, sums_of
+from bigbatch.lockstep.collectives import meet_in_forward, refuse_inner_derivative, wide
 from bigbatch.lockstep.offload_remake import Recipe
-from bigbatch.lockstep.round import Norms
+from bigbatch.lockstep.round import Constants, Norms
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.state.patch import Swap
+
+
+class Moments(NamedTuple):
+    """Mean and spread of some values, by channel."""
+
+    mean: Tensor
+    spread: Tensor  # the variance; on a device the inverse of its root, as the kernel gives it
+    number: int  # values of each channel
+
+
+class Pooled(NamedTuple):
+    """Those of all micro-batches, as values are normalised by them."""
+
+    mean: Tensor
+    inverse_std: Tensor
+    number: int
 
 
 def norms_of(models: Sequence[nn.Module]) -> Norms:
@@ -74,8 +89,8 @@ def _met(  # noqa: PLR0917 - torch's own signature
     recipes = round_.offload.recipes if round_.offload is not None else None
     if recipes is not None and found.requires_grad and recipes.in_force:
         own_weight, own_bias = (None if each is None else each.detach() for each in (weight, bias))
-        now = partial(normalised, weight=own_weight, bias=own_bias, pooled=pooled)
-        recipes.add(found, Recipe(recipes.store(dense(input.detach())), now))
+        now = partial(_normalised, weight=own_weight, bias=own_bias, pooled=pooled)
+        recipes.add(found, Recipe(recipes.store(_dense(input.detach())), now))
     return found  # type: ignore[no-any-return]
 
 
@@ -124,10 +139,10 @@ class _BatchNorm(torch.autograd.Function):
         worker: Worker,
         name: str,
     ) -> tuple[Tensor, Pooled]:
-        x = dense(x)
+        x = _dense(x)
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
         title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
-        local, offload = (moments(x), running), worker.round.offload
+        local, offload = (_moments(x), running), worker.round.offload
         ctx.waiting = _staying
         # Not where a checkpoint takes what is saved: it can be asked once.
         if offload is not None and offload.recipes.in_force and gradient:
@@ -138,16 +153,16 @@ class _BatchNorm(torch.autograd.Function):
         ctx.worker, ctx.number = worker, pooled.number
         ctx.title = f"{title}, meeting {worker.meetings}"  # backward must come to the same one of several
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
-        return normalised(x, weight, bias, pooled), pooled
+        return _normalised(x, weight, bias, pooled), pooled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_inner_derivative(ctx.worker, ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
-        above, round_ = dense(gradients[0]), ctx.worker.round
+        above, round_ = _dense(gradients[0]), ctx.worker.round
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         pooled = Pooled(mean, inverse_std, ctx.number)
-        *sums, of_weight, of_bias = sums_of(above, x, weight, pooled)
+        *sums, of_weight, of_bias = _sums_of(above, x, weight, pooled)
         of_x = None
         if needs_x:
             with ctx.waiting(ctx.worker, above, x.numel() * x.element_size()) as without:
@@ -156,7 +171,7 @@ class _BatchNorm(torch.autograd.Function):
                 total = ctx.worker.meet(f"the backward of {ctx.title}", sums, partial(_added, ranks=round_.ranks))
             if without:
                 x = ctx.saved_tensors[0]
-            of_x = below(above, x, weight, pooled, total, round_.constants)
+            of_x = _below(above, x, weight, pooled, total, round_.constants)
         own = of_weight if weight is not None and needs_weight else None
         return of_x, own, of_bias if needs_bias else None, None, None, None, None
 
@@ -202,3 +217,72 @@ def _added(values: list[list[Tensor]], ranks: Ranks | None) -> tuple[Tensor, Ten
     if ranks is not None:
         first, second = ranks.summed(torch.stack([first, second])).unbind()
     return first, second
+
+
+# The arithmetic in pieces, between which micro-batches meet: torch's own kernels where there are some.
+
+
+def _moments(x: Tensor) -> Moments:
+    """Return those of one micro-batch."""
+    number = x.numel() // max(x.shape[1], 1)
+    if x.is_cuda and number:
+        return Moments(*torch.batch_norm_stats(x, 0.0), number)  # eps = 0: it can be turned back
+    if not number:
+        nothing = wide(x).new_zeros(x.shape[1])
+        return Moments(nothing, nothing, 0)
+    variance, mean = torch.var_mean(wide(x), _but_channels(x), correction=0)
+    return Moments(mean, variance, number)
+
+
+def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, pooled: Pooled) -> Tensor:
+    """Return the values of one micro-batch, normalised by all."""
+    if x.is_cuda and x.numel():
+        return torch.batch_norm_elemt(x, weight, bias, pooled.mean, pooled.inverse_std, 0.0)
+    scale = pooled.inverse_std if weight is None else pooled.inverse_std * weight.to(pooled.mean.dtype)
+    result = (wide(x) - _column(pooled.mean, x)) * _column(scale, x)
+    if bias is not None:
+        result = result + _column(bias.to(result.dtype), x)
+    return result.to(x.dtype)
+
+
+def _sums_of(above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled) -> tuple[Tensor, ...]:
+    """Return what one gradient sums to by channel, plain and times x - mean, and those of weight and bias."""
+    if x.is_cuda and x.numel():
+        flags = (True, weight is not None, True)
+        return torch.batch_norm_backward_reduce(above, x, pooled.mean, pooled.inverse_std, weight, *flags)
+    dims, above = _but_channels(x), wide(above)
+    total, with_x = above.sum(dims), (above * (wide(x) - _column(pooled.mean, x))).sum(dims)
+    kind = total.dtype if weight is None else weight.dtype
+    return total, with_x, (with_x * pooled.inverse_std).to(kind), total.to(kind)
+
+
+def _below(  # noqa: PLR0917 - as torch's kernel
+    above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled, total: tuple[Tensor, Tensor], constants: Constants
+) -> Tensor:
+    """Return the gradient of one micro-batch's values; `total`: the sums of all, plain and times x - mean."""
+    mean, inverse_std, number = pooled
+    if x.is_cuda and x.numel():
+        make = lambda: torch.full((1,), number, dtype=torch.int32, device=x.device)  # noqa: E731
+        there = constants.get(("number", number), x.device, make)
+        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, *total, there)
+    scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
+    slope = total[1] / number * inverse_std.square()
+    centred = wide(x) - _column(mean, x)
+    result = (wide(above) - _column(total[0] / number, x) - centred * _column(slope, x)) * _column(scale, x)
+    return result.to(above.dtype)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Have the channels lie first or last, as the kernels want it."""
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):  # noqa: PLR2004
+        return x
+    return x.contiguous()
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """Put one value per channel where the channels are."""
+    return values.reshape(1, -1, *(1,) * (like.dim() - 2))

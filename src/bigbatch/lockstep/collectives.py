@@ -149,7 +149,7 @@ shared_by_all(_Shared)
 
 def _add(one: Tensor, other: Tensor) -> Tensor:
     """Add in float32 at least; the sum of many values of low precision would be rounded every time."""
-    other = _wide(other)
+    other = wide(other)
     return one.to(other.dtype) + other
 
 
@@ -165,8 +165,9 @@ def _over_ranks(values: list[Tensor], ranks: Ranks | None, title: str) -> Tensor
 
     A rank with one micro-batch has added nothing, and must send the same type.
     """
-    return values[0] if ranks is None else ranks.summed(_wide(values[0]), title)
+    return values[0] if ranks is None else ranks.summed(wide(values[0]), title)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """Return values in float32 at least."""
     return x.float() if x.dtype in LOW_PRECISION else x

@@ -5,14 +5,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from bigbatch.distributed.ranks import Ranks
-from bigbatch.lockstep.norm_kernels import Constants
+from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.lockstep.offload_store import Offload
 from bigbatch.state.rng import Streams
 
 Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
+_MOST = 512  # constants
+
+
+class Constants:
+    """Small tensors that the sizes of a window give: made on a device once, and kept for the windows to come.
+
+    A captured window reads them where they are, so it holds on to them.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, key: tuple[object, ...], device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that was made before, or make it; `key` names its numbers."""
+        place = (*key, device)
+        if place not in self._made:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # It would be filled by the replays of one graph alone.
+                raise NotCapturable("its micro-batches met with other numbers of values than in the window before")
+            while len(self._made) >= _MOST:
+                self._made.pop(next(iter(self._made)))
+            self._made[place] = make()
+        return self._made[place]
+
+    def all(self) -> list[Tensor]:
+        """Return all that there are."""
+        return list(self._made.values())
 
 
 @dataclass

@@ -18,11 +18,10 @@ from bigbatch.lockstep import batch_norm
 from bigbatch.lockstep.activations import Activations
 from bigbatch.lockstep.collectives import are_the_same, refuse_changed, refuse_unlike
 from bigbatch.lockstep.model_state import OwnParameters
-from bigbatch.lockstep.norm_kernels import Constants
 from bigbatch.lockstep.offload_remake import activation_swaps
 from bigbatch.lockstep.offload_store import Offload
 from bigbatch.lockstep.recompute import Recompute
-from bigbatch.lockstep.round import Round
+from bigbatch.lockstep.round import Constants, Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker
 from bigbatch.loss import refusals
