@@ -160,6 +160,8 @@ def offload_late(patch: pytest.MonkeyPatch) -> Counter[str]:
 
     def came(self: Homecoming, name: int) -> Any:
         counted["ahead"] += name in self.there
+        ahead = sum(self.outs[self.absent[each][0]].bytes for each in self.there)
+        counted["most"] = max(counted["most"], ahead - 2 * max(out.bytes for out in self.outs))
         found = come_home(self, name)
         counted["came"] += found is not None
         return found
