@@ -95,6 +95,21 @@ def test_a_low_precision_loss_costs_its_weights_nothing(
     assert distance(weights(model), big_batches(case, batches, len(sizes)).weights) <= 1e-12
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_weighed_loss_that_counts_nothing_adds_nothing(dtype: torch.dtype) -> None:
+    """No weight is split in two where there is none."""
+    case = Loss("cast", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]))
+    model, (one, nothing, two) = case.model(), case.micro_batches((5, 2, 7))
+    nothing["partly"].fill_(-100)
+    optimizer = sgd(trained(model))
+    accumulator = Accumulator(model, optimizer, steps=3)
+    for batch in (one, nothing, two):
+        accumulator.weigh(case.loss(model, batch).to(dtype)).backward()
+    accumulator.settle()
+    optimizer.step()
+    assert distance(weights(model), big_batches(case, [one, two], 2).weights) <= 1e-12
+
+
 def same_sign(dtype: torch.dtype | None) -> float:
     """The part that 1,024 micro-gradients of one sign lose when they are added up."""
     model = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
