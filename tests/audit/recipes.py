@@ -437,7 +437,7 @@ def products() -> Iterator[Row]:
         ("Tril", "weight", lambda x, b, m: x[:, 0] @ m.square.tril(), APART),
         ("Triu", "weight", lambda x, b, m: x[:, 0] @ m.square.triu(), APART),
         ("LinalgMatrixExp", "weight", lambda x, b, m: x[:, 0] @ torch.linalg.matrix_exp(m.square * 0.1), APART),
-        ("WeightNormInterface", "weight", lambda x, b, m: F.linear(x, torch._weight_norm(m.square, m.p[:, None], 0)), APART),
+        ("WeightNormInterface", "weight", lambda x, b, m: F.linear(x, NAMED["weightnorm"](m.square, m.p[:, None], 0)), APART),
     ]
     yield from (Row(*row, windows=((3, 2, 5), (3, 2 if row[0] == "Pdist" else 1, 4))) for row in rows)
 

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 from bigbatch import Accumulator, BigStep, GradientNoise, Options, across
 from tests.faults.injecting import Fault
+from tests.support import samples
 
 Batch = dict[str, Tensor]
-WIDTH = 2
+WIDTH = 3
 
 
 class Net(nn.Module):
@@ -40,7 +41,7 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64) if restless else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, …, 2) → (n, …, outputs)."""
+        """(n, …, 3) → (n, …, outputs)."""
         self.fault.visit("forward")
         if self.restless:  # in a way that does not depend on how the batch is cut
             noise = torch.rand(len(x), 1, dtype=torch.float64)
@@ -160,27 +161,15 @@ class Program:
 
 
 def rows(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
-    """Batches of these sizes, with targets of several kinds; two samples of three have a label."""
-    made = []
-    for index, n in enumerate(sizes):
-        by = torch.Generator().manual_seed(100 * seed + index)
-        mask = torch.rand(n, generator=by) < 0.7
-        mask[0] = True
-        x, y = (torch.randn(n, width, generator=by, dtype=torch.float64) for width in (WIDTH, 1))
-        made.append({"x": x, "y": y, "label": torch.randint(2, (n,), generator=by).masked_fill(~mask, -100)})
-    return made
+    """Batches of these sizes, with targets of several kinds; some samples have no label."""
+    drawn = [samples.rows(n, 100 * seed + index) for index, n in enumerate(sizes)]
+    return [{"x": b["x"], "y": b["scalar"][:, None], "label": b["partly"].clamp(max=1)} for b in drawn]
 
 
 def sequences(sizes: Sequence[int]) -> list[Batch]:
     """Padded sequences with a mask."""
-    made = []
-    for index, n in enumerate(sizes):
-        by = torch.Generator().manual_seed(900 + index)
-        lengths = torch.randint(1, 5, (n,), generator=by)
-        lengths[0] = 4
-        mask = torch.arange(4) < lengths[:, None]
-        made.append({"x": torch.randn(n, 4, WIDTH, generator=by, dtype=torch.float64) * mask[..., None], "mask": mask})
-    return made
+    drawn = [samples.sequences(n, 900 + index) for index, n in enumerate(sizes)]
+    return [{"x": b["x"] * b["mask"][..., None], "mask": b["mask"]} for b in drawn]
 
 
 def _mean(model: Any, batch: Batch, times: int = 1) -> Tensor:
@@ -317,7 +306,7 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
         "auto": {"micro_batch_size": "auto", "adam": True},
         "restless": {"net": partial(Net, restless=True)},
         "several counts": {"net": _WIDE, "loss": _two_terms, "hook": True},
-        "packed": {**_PACKED, "lengths": lambda b: b["mask"].sum(1), "token_budget": 8},
+        "packed": {**_PACKED, "lengths": lambda b: b["mask"].sum(1), "token_budget": 12},
         "packed, auto": {**_PACKED, "lengths": "mask", "adam": True},
         "collated list": {
             "batches": _SAMPLES,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._C import _autograd as native
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
@@ -86,7 +87,7 @@ def surroundings(program: Program | None = None) -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),
         "threads of torch": torch.get_num_threads(),
-        "saved tensors hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "saved tensors hooks": native._top_saved_tensors_default_hooks(True),
         "garbage collection": gc.isenabled(),
         "signal handler": signal.getsignal(signal.SIGINT),
         "excepthooks": (sys.excepthook, threading.excepthook),

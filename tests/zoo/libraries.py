@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built from configu
 # `make zoo` puts timm and torchvision here. Beside a CPU build of torch, PyPI's torchvision cannot load its operators,
 # and transformers does not import where it finds such a torchvision.
 APART = Path(sys.prefix) / "zoo"
+sys.path[:] = [path for path in sys.path if path != str(APART)]  # a process that is spawned inherits it
 _NEEDS_TORCHVISION = {"timm", "segmentation_models_pytorch", "torchvision"}
 _declared: list[torch.library.Library] = []
 
