@@ -46,6 +46,8 @@ class Outside:
 class Tape(TorchDispatchMode):
     """Notes operations, and does them again."""
 
+    records = 0  # how many note something now
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted: list[tuple[Callable[..., Any], Any, list[Tensor | None]]] = []
@@ -113,8 +115,12 @@ def _counted_on_a_device(node: Any) -> Tensor:
 
 def _record(_: Recorder, run: Callable[[], Any]) -> tuple[Any, Any]:
     tape = Tape()
-    with tape:
-        found = run()
+    Tape.records += 1
+    try:
+        with tape:
+            found = run()
+    finally:
+        Tape.records -= 1
     tape.forget_changes()
     tape.forget_values()
     return tape, found

@@ -25,6 +25,7 @@ from bigbatch.state.oom import is_out_of_memory
 from bigbatch.state.rng import Randomness, is_generator
 
 Result = TypeVar("Result")
+_capture_stream = cache(torch.cuda.Stream)  # of a device: all captures are made on it
 # What a call of a module does not read: ways to save it, and what is set once for its class.
 _UNREAD = frozenset(name for name in vars(nn.Module()) if "state_dict" in name or name == "_non_persistent_buffers_set")
 _OWN = "_parameters", "_buffers", "_modules"  # tables of each module, of any length
@@ -54,7 +55,7 @@ class Recorder:
     def record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Return the graph of what `run` launches, and what it returns; nothing is computed by this."""
         stream = _capture_stream(self._device)
-        _free_workspaces()
+        free_workspaces()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
@@ -68,7 +69,7 @@ class Recorder:
             try:
                 found = run()
                 graph.capture_end()
-                _free_workspaces()
+                free_workspaces()
             except BaseException as error:
                 self._abandon(graph)
                 if not isinstance(error, RuntimeError) or isinstance(error, BigBatchError) or is_out_of_memory(error):
@@ -82,7 +83,7 @@ class Recorder:
         """Leave a capture that failed: torch would go on to hand out the graph's memory, and never free any."""
         with suppress(RuntimeError):
             graph.capture_end()
-        _free_workspaces()
+        free_workspaces()
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - no public name
         self._pool = None
@@ -97,29 +98,14 @@ class Recorder:
                 graph.capture_end()
 
 
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def free_workspaces() -> None:
+    """Free the memory that matrix products work in, where this torch can: 32 MiB and more per thread.
 
-
-def workspaces_freer() -> Callable[[], None] | None:
-    """Return what frees the memory that matrix products work in, where this torch can: 32 MiB and more per thread.
-
-    What was launched still uses it, on the stream where the next one to get it launches.
+    What was launched still uses it, on the stream where the next one to get it launches. Around a capture it comes out
+    of the graph's memory: it must not be older, or that memory may be given out again while the graph still writes to
+    it; nor stay, or it holds on to it when the graph is long gone.
     """
-    found: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - no public name
-    return found
-
-
-def _free_workspaces() -> None:
-    """Free workspaces around a capture, where they come out of the graph's memory.
-
-    They must not be older, or that memory may be given out again while the graph still writes to it; nor stay, or they
-    hold on to it when the graph is long gone.
-    """
-    free = workspaces_freer()
-    if free is not None and torch.cuda.is_available():
-        free()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001 - no public name
 
 
 class Guard:

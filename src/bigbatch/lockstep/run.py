@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.caller import outside
 from bigbatch.errors import LossError
-from bigbatch.execute.graph_record import workspaces_freer
+from bigbatch.execute.graph_record import free_workspaces
 from bigbatch.execute.micro_step import Runner
 from bigbatch.lockstep import batch_norm
 from bigbatch.lockstep.activations import Activations
@@ -75,7 +75,7 @@ class Together:
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         mode, round_, extras = self.where.mode(len(sizes)), self._round(sizes), [None] * len(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
-            round_.free_workspaces = workspaces_freer() or round_.free_workspaces
+            round_.free_workspaces = free_workspaces
         ranks, recompute, is_alike = window.ranks, None, False
 
         def forward(number: int) -> tuple[Tensor, list[Term]]:
