@@ -156,7 +156,7 @@ def test_what_is_divided_by_the_micro_batch_and_must_not_be_is_said_once(name: s
     accumulator = Accumulator(model, sgd(list(model.parameters())), steps=4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for batch in case(loss).micro_batches((5, 5, 5)):
+        for batch in case(loss).micro_batches((5, 5, 5) if "sum" in name else (5, 4, 5)):
             accumulator.backward(loss(model, batch))
     assert [words in str(each.message) for each in said] == [True] * bool(words)
 

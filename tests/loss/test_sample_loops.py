@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError
@@ -25,6 +26,12 @@ def entropies(m: Any, b: Batch) -> list[Tensor]:
 def errors(m: Any, b: Batch) -> list[Tensor]:
     """The same of a mean inside each sample, which may as well be over the samples of a step."""
     return [F.mse_loss(out, value) for out, value in zip(m(b["x"]), b["value"], strict=True)]
+
+
+def step_by_step(m: Any, b: Batch) -> list[Tensor]:
+    """The loss of each step. Reading stops at a checkpointed model, whose steps come first."""
+    outputs = checkpoint(m, b["x"].transpose(0, 1).clone().requires_grad_(), use_reentrant=True)
+    return [F.mse_loss(out, value) for out, value in zip(outputs, b["value"].transpose(0, 1), strict=True)]
 
 
 def by_number(m: Any, b: Batch) -> Tensor:
@@ -74,6 +81,8 @@ STEPWISE: dict[str, LossFunction] = {  # steps come first, or heads: means over 
     "steps, sum / T": lambda m, b: sum(F.mse_loss(o, y) for o, y in zip(m(b["x"].transpose(0, 1)), b["value"].transpose(0, 1), strict=True)) / STEPS,
     "steps, sum": lambda m, b: sum(F.cross_entropy(o, y) for o, y in zip(m(b["x"].transpose(0, 1)), b["tokens"].T, strict=True)),
     "discounted steps": lambda m, b: sum(0.9**t * o.square().mean() for t, o in enumerate(m(b["x"].transpose(0, 1)))),
+    "steps of a checkpointed model": lambda m, b: torch.stack(step_by_step(m, b)).mean(),
+    "steps of a checkpointed model, added up": lambda m, b: sum(step_by_step(m, b)),
     "heads": lambda m, b: torch.stack([F.mse_loss(o, b["value"][:, 0]) for o in m(b["x"]).unbind(1)]).mean(),
     "labels": lambda m, b: sum(F.binary_cross_entropy_with_logits(o, b["mask"][:, 0].double()) for o in m(b["x"][:, 0]).T) / CLASSES,
     "views, by chunk": lambda m, b: sum(F.cross_entropy(o, b["tokens"][:, 0]) for o in m(torch.cat([b["x"][:, 0], b["x"][:, 1]])).chunk(2)) / 2,
@@ -122,6 +131,11 @@ def numbered(m: Any, b: Batch, numbers: tuple[int, ...]) -> Any:
     return torch.stack([(out[i] - b["value"][i]).norm() for i in numbers]).mean()
 
 
+def unlike(out: Tensor) -> Tensor:
+    """What stands for itself, as outputs of another kind do, may have come to lie where samples do."""
+    return torch.stack([out[0].norm(), out[1].abs().sum(), out[2].square().sum()]).mean()
+
+
 COUPLED: dict[str, LossFunction] = {
     "shifted": shifted,
     "shifted against others": lambda m, b: torch.stack([(o - z).square() for o, z in zip(m(b["x"]), m(b["x2"]).unbind()[1:] + m(b["x2"]).unbind()[:1], strict=True)]).mean(),
@@ -129,6 +143,7 @@ COUPLED: dict[str, LossFunction] = {
     "one twice": lambda m, b: numbered(m, b, (0, 1, 1)),
     "centred": lambda m, b: torch.stack([(o - m(b["x2"]).mean(0)).norm() for o in m(b["x"])]).mean(),
     "deviations of two views": lambda m, b: torch.stack([z.std(0, correction=0).mean() for z in m(torch.cat([b["x"], b["x2"]])).view(2, 3, -1)]).mean(),
+    "rows that are made in three ways": lambda m, b: unlike(m(b["x"])),
     "the worst": lambda m, b: torch.stack(entropies(m, b)).max(),
     "another number": lambda m, b: sum(entropies(m, b)) / (len(b["x"]) + 2),
     "the model in the loop": lambda m, b: (torch.stack([m(x[None]).mean(0) for x in b["x"]]) - b["value"]).square().mean(),
