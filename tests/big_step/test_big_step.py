@@ -573,6 +573,15 @@ def step_on(model: nn.Module, loss_fn: Any, **named: Any) -> BigStep:
     return BigStep(model, sgd(trained(model)), loss_fn, **(named or {"micro_batch_size": 2}))
 
 
+def normalizing(samples: list[Any]) -> Batch:
+    """Collate samples that it writes into."""
+    for sample in samples:
+        sample["x"] -= 1
+        sample["x"] /= 3
+    found: Batch = torch.utils.data.default_collate(samples)
+    return found
+
+
 HOW: list[dict[str, Any]] = [{"memory": 0.9}, {"micro_batch_size": 2}]  # probes run samples twice, or checks
 
 
@@ -584,19 +593,13 @@ def test_a_batch_changed_in_place_is_refused_where_it_would_be_used_again(argume
         batch["x"].sub_(1.0)
         return SEVERAL[0].loss(m, batch)
 
-    def collate(samples: list[Any]) -> Batch:
-        for sample in samples:
-            sample["x"] -= 1
-        found: Batch = torch.utils.data.default_collate(samples)
-        return found
-
     model, batch = SEVERAL[0].model(), SEVERAL[0].batch(6, 0)
     before = weights(model)
     with pytest.raises(BatchError, match=r"(?s)changed its batch in place.*or clone"):
         step_on(model, loss_fn, **arguments)(batch)
     samples = [{name: leaf[i] for name, leaf in batch.items()} for i in range(6)]
     with pytest.raises(BatchError, match=r"(?s)collate has changed its samples in place.*or clone"):
-        step_on(model, SEVERAL[0].loss, options=Options(collate=collate), **arguments)(samples)
+        step_on(model, SEVERAL[0].loss, options=Options(collate=normalizing), **arguments)(samples)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
@@ -613,16 +616,9 @@ def test_arrays_are_a_micro_batchs_own_to_write_into(how: str, arguments: dict[s
             tensors["x"].sub_(1.0).div_(3.0)
         return case.loss(m, tensors)
 
-    def collate(samples: list[Any]) -> Batch:
-        for sample in samples:
-            sample["x"] -= 1
-            sample["x"] /= 3
-        found: Batch = torch.utils.data.default_collate(samples)
-        return found
-
     whole = {name: leaf.numpy().copy() for name, leaf in case.batch(6, 0).items()}
     samples = [{name: leaf[i] for name, leaf in whole.items()} for i in range(6)]
-    options = Options(collate=collate if how == "collate" else None)
+    options = Options(collate=normalizing if how == "collate" else None)
     step_on(model, loss_fn, options=options, **arguments)(samples if how == "collate" else whole)
     assert all(np.array_equal(whole[name], leaf.numpy()) for name, leaf in case.batch(6, 0).items())
     true = case.batch(6, 0)
