@@ -137,7 +137,9 @@ def _report(name: str, seed: int, done: Sequence[tuple[Case, Outcome]], notes: S
     told: list[tuple[str, ...]] = [(c.mode, c.entrance, o.words) for c, o in done if o.words and not o.is_bad]
     grids = [grid(f"{len(done):,} cases, seed {seed}", "place")]
     grids += (
-        [Grid("What came out", ("", "", ""), told)] if told else [grid("By error", "error"), grid("By mode", "mode")]
+        [Grid("What came out", ("mode", "entrance", "outcome"), told)]
+        if told
+        else [grid("By error", "error"), grid("By mode", "mode")]
     )
     bad = [(c, o) for c, o in done if o.is_bad]
     if bad:
