@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.lint import Case, codes, judge, read_cases
+from benchmarks.lint import Case, judge, read_cases
 from bigbatch_lint.rules import RULES
 
 CASES = {case.name: case for case in read_cases()}
@@ -22,22 +22,3 @@ def test_each_rule_has_cases_and_names_are_unique() -> None:
     assert len(CASES) == sum(1 for _ in read_cases())
     for rule in RULES:
         assert sum(rule in case.expected for case in CASES.values()) >= 3
-
-
-EXPERIMENT = """
-from torch.utils.data import DataLoader, TensorDataset
-data = TensorDataset(torch.randn({samples}, 10))
-loader = DataLoader(data, batch_size=16)
-for epoch in range(10):
-    for i, (x, y) in enumerate(loader):
-        (criterion(model(x), y) / 4).backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(("samples", "found"), [(1000, ["BB103"]), (1024, [])])
-def test_lengths_that_the_file_says(samples: int, found: list[str]) -> None:
-    """Sixty-three batches leave three, sixty-four none."""
-    assert codes("import torch\n" + EXPERIMENT.format(samples=samples)) == found

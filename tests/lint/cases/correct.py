@@ -264,3 +264,10 @@ for i, (x, y) in enumerate(loader):
     if i % accumulation_steps == schedule[i]:
         optimizer.step()
         optimizer.zero_grad()
+# --- a_number_of_samples_that_fills_its_windows (after the head): nothing
+loader = DataLoader(TensorDataset(torch.randn(1024, 10)), batch_size=16)
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / 4).backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
