@@ -89,37 +89,30 @@ def test_a_cast_of_a_single_number_is_read_again() -> None:
     assert not is_own(torch.tensor(0.25, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
-def test_batch_data_in_the_place_of_a_frozen_weight_is_refused(cast: bool) -> None:
-    """The graph looks the same, and so does its shape; the tensor is another one."""
-    model = adapted().float()
+PLACED = ("batch data", "batch data under autocast", "the weight was moved", "the head was replaced")
+
+
+@pytest.mark.parametrize("how", PLACED)
+def test_what_lies_where_a_frozen_weight_lay_is_refused(how: str) -> None:
+    """The graph looks the same, and so does its shape: batch data, or memory that a weight has left."""
+    cast, dtype = how.endswith("autocast"), torch.float32 if how.startswith("batch") else torch.float64
+    model = adapted().to(dtype)
     accumulator = Accumulator(model, sgd(trained(model)), steps=3)
     (x, y), (keys, _) = BATCHES[:2]
 
     def loss(weight: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            return F.cross_entropy(F.linear(model.features(x.float()), weight), y)
+            return F.cross_entropy(F.linear(model.features(x.to(dtype)), weight), y)
 
     for _ in range(2):
         accumulator.backward(loss(model.head.weight))
-    with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
-        accumulator.backward(loss(keys.float()))
-
-
-@pytest.mark.parametrize("gone", [False, True], ids=["the weight was moved", "the head was replaced"])
-def test_memory_that_a_weight_has_left_is_no_weight(gone: bool) -> None:
-    """A batch may come to lie where a weight lay."""
-    model = adapted()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    x, y = BATCHES[0]
-    accumulator.backward(F.cross_entropy(model(x), y))
-    left = model.head.weight.detach()
-    if gone:
+    left = keys.to(dtype) if how.startswith("batch") else model.head.weight.detach()
+    if how == "the head was replaced":
         model.head = nn.Linear(5, CLASSES, bias=False).double().requires_grad_(requires_grad=False)
-    else:
+    elif how == "the weight was moved":
         model.head.weight.data = left.clone()
     with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
-        accumulator.backward(F.cross_entropy(F.linear(model.features(x), left), y))
+        accumulator.backward(loss(left))
 
 
 def test_a_weight_that_was_loaded_anew_is_read() -> None:
