@@ -28,12 +28,12 @@ _NOTE = (
 )
 _BY_NAME = {program.name: program for program in PROGRAMS}
 _LIBRARIES = sorted({program.library for program in PROGRAMS})
+_EVERY = [(program, entrance) for program in PROGRAMS for entrance in program.entrances()]
 
 
-def draw(seed: int, _: int, device: str = "cpu") -> Iterator[Case]:
-    """Every program with every entrance."""
-    every = [(program, entrance) for program in PROGRAMS for entrance in program.entrances()]
-    for number, (program, entrance) in enumerate(every):
+def draw(seed: int, count: int = len(_EVERY), device: str = "cpu") -> Iterator[Case]:
+    """Every program with every entrance, or as many of them."""
+    for number, (program, entrance) in enumerate(_EVERY[:count]):
         yield Case("zoo", number, seed, entrance, program.name, device, program.library)
 
 
@@ -79,10 +79,12 @@ if __name__ == "__main__":
     given = parser.parse_args()
     cases = partial(draw, device=given.device)
     if given.words:
-        chosen = [case for case in cases(given.seed, 0) if any(word in case.mode for word in given.words)]
+        chosen = [case for case in cases(given.seed) if any(word in case.mode for word in given.words)]
         for case, outcome in zip(chosen, run_cases("tests.zoo.__main__", chosen), strict=True):
             print(f"{case.mode}/{case.entrance}: {outcome.kind}, {outcome.words}")
         raise SystemExit
     notes = [_NOTE, ", ".join(f"{library} {version(library)}" for library in _LIBRARIES)]
-    part = campaign.Part("zoo", len(list(cases(0, 0))), cases, partial(run_cases, "tests.zoo.__main__"), _made_with())
+    part = campaign.Part(
+        "zoo", given.count or len(_EVERY), cases, partial(run_cases, "tests.zoo.__main__"), _made_with()
+    )
     campaign.main("zoo", given, [part], notes)
