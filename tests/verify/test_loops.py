@@ -19,7 +19,6 @@ pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
 
 from examples import verify_accelerate, verify_hand_loop, verify_hf_trainer, verify_lightning
@@ -76,8 +75,6 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 def accelerate_and_a_division(model: nn.Module, micro_batches: list[Batch]) -> None:
     """A division of one's own that was taken over into `accumulate`."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(micro_batches))
     prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
     for batch in micro_batches:
