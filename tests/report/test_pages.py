@@ -139,6 +139,14 @@ def test_what_was_found_stands_on_the_page(name: str) -> None:
     assert [part for part in missing if part in words.split("Made with")[0]] == []
 
 
+def test_bars_are_as_long_as_what_they_say() -> None:
+    """Peaks up to the budget, which is where one ran out of memory, and times."""
+    lengths = [float(bar["width"] or 0) for bar in Seen(PAGES["plan, measured"]).named("rect")]
+    peaks, times = [length / lengths[3] for length in lengths[:4]], [length / lengths[4] for length in lengths[4:]]
+    assert peaks == pytest.approx([3.92 / 24, 7.45 / 24, 18.5 / 24, 1], rel=1e-2)
+    assert times == pytest.approx([1, 6.4 / 21.2, 4.68 / 21.2], rel=1e-2)
+
+
 LOOP = """
 def train_window(model, micro_batches):
     for x, y in micro_batches:
