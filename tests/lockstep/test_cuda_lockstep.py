@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across
 from bigbatch.batch.tree import mapped
-from tests.support.coupled import Model, clip, gradients_of, mine, twins, unit
+from tests.support.coupled import Model, clip, gradients_of, held_on_host, mine, twins, unit
 from tests.support.samples import rows
 from tests.test_cuda import syncs
 
@@ -102,6 +102,11 @@ def assert_big_batches(
         assert extras is None or torch.allclose(update.extras, extras, rtol=0, atol=1e-12)
     assert apart(mine, true) < 1e-12
     return step
+
+
+def whole(step: BigStep) -> Any:
+    """Return the captured windows of a step; None where they cannot be captured."""
+    return step._runner.whole
 
 
 def gradient_of(network: nn.Module, batch: Batch, size: int, **options: Any) -> Tensor:
@@ -214,8 +219,7 @@ def test_a_window_is_replayed_whole(activations: Any, layout: torch.memory_forma
     make = lambda: without_waiting().to(memory_format=layout)  # type: ignore[call-overload]  # noqa: E731
     batches = [images(size, number) for number, size in enumerate([11, 11, 11, 9, 11, 9, 9])]
     step = assert_big_batches(make, cross_entropy, batches, activations=activations, cuda_graph=True)
-    assert step._runner.whole is not None
-    assert (step._runner.whole.launches, step._runner.whole.replays) == (2, 3)
+    assert (whole(step).launches, whole(step).replays) == (2, 3)
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
@@ -225,8 +229,7 @@ def test_a_contrastive_window_is_replayed_whole(activations: Any) -> None:
     batches = [torch.randn(11, 7, 32, dtype=torch.float64, generator=by) for _ in range(5)]
     make = lambda: attending(0.0, torch.float64)  # noqa: E731
     step = assert_big_batches(make, contrasted, batches, activations=activations, cuda_graph=True)
-    assert step._runner.whole is not None
-    assert step._runner.whole.replays == 3
+    assert whole(step).replays == 3
 
 
 def noisy(model: Any, x: Tensor) -> Tensor:
@@ -253,7 +256,7 @@ def test_what_cannot_be_captured_is_launched(what: str) -> None:
             for number in range(4):
                 step(images(11, number))
         torch.rand(2, device="cuda")  # the generator is not in a capture
-        assert step._runner.whole is None
+        assert whole(step) is None
     assert apart(*networks) < 1e-12
 
 
@@ -274,7 +277,7 @@ def test_graphs_of_others_keep_to_their_own_memory() -> None:
         steps[0](vectors)
         steps[1](images(11, number, dtype=torch.float32))
     assert all(bool((each == 1).all()) for each in filled)
-    assert all(each._runner.whole is not None for each in steps)
+    assert all(whole(each) is not None for each in steps)
 
 
 def test_a_replayed_window_under_autocast() -> None:
@@ -289,7 +292,7 @@ def test_a_replayed_window_under_autocast() -> None:
         step = step_of(network, low, cuda_graph=graph, activations="keep")
         for number in range(6):
             step(images(11, number, dtype=torch.float32))
-        assert step._runner.whole is None or step._runner.whole.replays == 4
+        assert whole(step) is None or whole(step).replays == 4
     assert apart(*networks) < 1e-2
 
 
@@ -306,8 +309,7 @@ def test_a_window_in_lock_step_waits_for_nothing(activations: str) -> None:
     with syncs() as found:
         step(batch)
     assert found == []
-    offload = step._together._offload
-    assert (offload is not None and offload.memory.held > 0) == (activations == "offload")
+    assert (held_on_host(step) > 0) == (activations == "offload")
 
 
 def test_offloading_frees_the_device(

@@ -21,7 +21,7 @@ from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep import run
 from bigbatch.lockstep.offload_evict import Holdings
 from bigbatch.lockstep.offload_store import HostMemory
-from tests.support.coupled import Make, assert_big_batch, assert_refused, model, step_of
+from tests.support.coupled import Make, assert_big_batch, assert_refused, held_on_host, model, step_of
 from tests.support.late_streams import offload_late
 from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import generator, seeded
@@ -196,7 +196,7 @@ def test_host_memory_serves_again_and_what_follows_a_norm_is_made_again() -> Non
         held = []
         for _ in range(3):
             step(torch.randn(8, 3, 8, 8, dtype=torch.float64))
-            held.append(step._together._offload.memory.held)  # type: ignore[union-attr]
+            held.append(held_on_host(step))
         assert len(set(held)) == 1
         stored[name] = held[0]
     assert 0 < stored["relu"] <= 0.5 * stored["gelu"]  # 0.67 if ReLU stored its result

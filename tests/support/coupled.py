@@ -117,6 +117,12 @@ def assert_refused(  # noqa: PLR0917 - as assert_big_batch
     return step
 
 
+def held_on_host(step: BigStep) -> int:
+    """How many bytes of host memory a step has pinned for activations."""
+    offload = step._together._offload
+    return 0 if offload is None else offload.memory.held
+
+
 class Model(nn.Module):
     """Modules by name, and a forward: `Model(lambda m, x: m.two(m.one(x)), one=nn.Linear(3, 6), two=...)`."""
 

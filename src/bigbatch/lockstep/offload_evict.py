@@ -148,7 +148,8 @@ class Homecoming:
     stream: torch.cuda.Stream
     outs: list[Out]
     absent: dict[int, tuple[int, Held]] = field(default_factory=dict)  # by its name: the number of its copy
-    there: dict[int, torch.cuda.Event] = field(default_factory=dict)  # what is back ahead of its micro-batch
+    # What is back ahead of its micro-batch: held, lest its memory be given out again before it was filled.
+    there: dict[int, tuple[Tensor, torch.cuda.Event]] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
 
     def empty(self, name: int) -> None:
@@ -162,7 +163,7 @@ class Homecoming:
         """Have a piece of memory back, for use on the present stream; returns when its copy was read."""
         here = torch.cuda.current_stream(self.device)
         self._fetch(name, here)
-        event = self.there.pop(name, None)
+        _, event = self.there.pop(name, (None, None))
         if event is not None:
             here.wait_event(event)
         del self.absent[name]
@@ -181,12 +182,12 @@ class Homecoming:
     def _fetch(self, name: int, here: torch.cuda.Stream) -> None:
         number, held = self.absent[name]
         storage = held.taken() if name in self._gone else None
-        self._gone.discard(name)
         if storage is not None:
             host = self.outs[number].host
             storage.resize_(self.outs[number].bytes)
             tensor = torch.empty(0, dtype=host.dtype, device=self.device).set_(storage, 0, host.shape, host.stride())
-            self.there[name] = copied_back(tensor, self.outs[number], self.stream, here)
+            self.there[name] = tensor, copied_back(tensor, self.outs[number], self.stream, here)
+        self._gone.discard(name)
 
 
 def copied_back(tensor: Tensor, out: Out, stream: torch.cuda.Stream, here: torch.cuda.Stream) -> torch.cuda.Event:
