@@ -54,7 +54,11 @@ class Starts:
         if dtype in LOW_PRECISION:
             # bf16 holds a power of two exactly. In fp16 a backward that starts with a small weight underflows, so all
             # of the weight is left; but a scaler, where there is one, is tuned to what it does then.
-            residual = _left(weight, whole=dtype == torch.float16 and scale is None)
+            is_whole = dtype == torch.float16 and scale is None
+            if isinstance(weight, Tensor):
+                residual = torch.where(weight > 0, weight if is_whole else torch.frexp(weight)[0] * 2, 1.0)
+            else:
+                residual = (weight if is_whole else math.frexp(weight)[0] * 2) or 1.0
             weight = weight / residual
         is_same = isinstance(residual, float) and isinstance(self.residual, float) and residual == self.residual
         if not first and not is_same:
@@ -90,13 +94,6 @@ class Starts:
         # The scale that they will be divided by over the one they have: 1, unless others use the scaler, too.
         ratio = self._scaler.scale(torch.ones_like(scale)).double() / scale.double()
         return self.residual * (ratio.item() if ratio.is_cpu else ratio)
-
-
-def _left(weight: Count, *, whole: bool) -> Count:
-    """Return what is left of a weight beside a power of two, or all of it."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, weight if whole else torch.frexp(weight)[0] * 2, 1.0)
-    return (weight if whole else math.frexp(weight)[0] * 2) or 1.0
 
 
 def refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:

@@ -212,7 +212,6 @@ class Questions:
     """Whether losses have asked for other micro-batches, with `across`, where an accumulator has none to ask."""
 
     def __init__(self) -> None:
-        """Begin now."""
         self.anywhere = asked_anywhere[0]  # when it was last looked at: a number to be had quickly
         self._in_training = times_asked(in_training=True)  # when a loss last passed
         self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
@@ -241,7 +240,6 @@ class Scan:
     """What a whole graph holds."""
 
     def __init__(self, value: Tensor) -> None:
-        """Look through it."""
         self.reentrant_checkpoint = False
         self.alone = False  # it asked for other micro-batches where there were none
         self.batch_norm = False  # in training mode

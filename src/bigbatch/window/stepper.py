@@ -59,8 +59,17 @@ class Stepper:
                 stepper.notice()
 
         def ends(*_: object) -> None:
-            if (stepper := me()) is not None and stepper.weighed:
-                stepper.notice_end()
+            stepper = me()
+            # In a window of `weigh` a step of others may begin, as a scaler's does, but must not end.
+            open_one = None if stepper is None or not stepper.weighed or stepper.window is None else stepper.window()
+            if open_one is not None:
+                error = WindowDisturbed(
+                    "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are "
+                    "not the big batch's.",
+                    fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
+                )
+                open_one.fail(error)
+                raise error
 
         for optimizer in self.optimizers:
             for handle in (optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)):
@@ -121,18 +130,6 @@ class Stepper:
                 fix_in_step="the loop without that call: the step is made when all of the batch is added up",
             )
         self._stepped, self.by_hand = True, not self._stepping
-
-    def notice_end(self) -> None:
-        """Refuse a step of others in a window of `weigh`: it may begin there, as a scaler's does, but must not end."""
-        window = self.window() if self.window is not None else None
-        if window is not None:
-            error = WindowDisturbed(
-                "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are not "
-                "the big batch's.",
-                fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
-            )
-            window.fail(error)
-            raise error
 
     def step(self, gradients: Gradients, correction: Count) -> tuple[Tensor | None, bool | Tensor]:
         """Make the update; returns the gradient's norm before clipping, and whether the step was skipped."""
