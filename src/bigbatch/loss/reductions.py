@@ -107,13 +107,13 @@ def read_sum(edge: Edge, factors: tuple[Node, ...], trail: Trail) -> Reduced | N
     Of one sample alone nothing was added up; it is read as several were.
     """
     if ("samples",) in trail.precedents:
-        below = rows_below(edge)
-        if ("samples", *below.operations) in trail.precedents and any(source.rows == 1 for source in below.rows):
+        below, how, _ = rows_below(edge)
+        if ("samples", *how) in trail.precedents and any(source.rows == 1 for source in below):
             return _Chain((((1, Axis(0, 0)),),), ["Mean"], [1], scalars=[edge]).read_samples(edge, factors, trail)
     scalars, rows, node = list[Edge](), set[int](), edge[0]
     while node is not None and operation(node) == "Add" and saved(node, "alpha", 1) == 1:
         *first, last = (each for each in edges(node) if each[0] is not None)
-        rows = rows or {source.rows for source in rows_below(last).rows}
+        rows = rows or {source.rows for source in rows_below(last)[0]}
         scalars.append(last)
         number = len(scalars) + len(first)
         if number in rows:

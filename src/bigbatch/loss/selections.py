@@ -31,14 +31,6 @@ class Source(NamedTuple):
     unbound: bool  # into all of its rows at once
 
 
-class Below(NamedTuple):
-    """Which rows something was made of, by which operations, with which written numbers."""
-
-    rows: dict[Source, set[int]]
-    operations: tuple[object, ...]
-    numbers: list[float]
-
-
 class Rows(NamedTuple):
     """What rows some parts were made of."""
 
@@ -371,9 +363,9 @@ def rows_put_back(parts: Sequence[Edge]) -> Rows:
 
     Rows that were taken by number, one by one, may be some that stand for themselves, where the parts are not alike.
     """
-    below = [rows_below(edge) for edge in parts]
-    found = {source: [part.rows.get(source, set[int]()) for part in below] for part in below for source in part.rows}
-    alike = all(part.operations == below[0].operations for part in below)
+    rows, operations, numbers = zip(*map(rows_below, parts), strict=True)
+    found = {source: [each.get(source, set()) for each in rows] for part in rows for source in part}
+    alike = len(set(operations)) == 1
     back = {
         source
         for source, places in found.items()
@@ -386,12 +378,12 @@ def rows_put_back(parts: Sequence[Edge]) -> Rows:
         for rows in {source.rows for source, _ in unbound}
         for at in range(len(parts))
     ]
-    same = all(part.numbers == below[0].numbers for part in below)
-    return Rows(back, below[0].operations if same else None, any(len(each) > 1 for each in together))
+    how = operations[0] if len(set(numbers)) == 1 else None
+    return Rows(back, how, any(len(each) > 1 for each in together))
 
 
-def rows_below(edge: Edge) -> Below:
-    """Return the rows that something was made of, and how."""
+def rows_below(edge: Edge) -> tuple[dict[Source, set[int]], tuple[object, ...], tuple[float, ...]]:
+    """Return the rows that something was made of, by which operations, and with which written numbers."""
     rows, operations, numbers = dict[Source, set[int]](), list[object](), list[float]()
     stack, seen = [edge], set[Edge]()
     while stack and len(seen) < _OPERATIONS_ON_A_ROW:
@@ -408,4 +400,4 @@ def rows_below(edge: Edge) -> Below:
             rows.setdefault(row[0], set()).add(row[1])
         if row is None or not row[0].unbound or row_of(*row[0].edge) is not None:
             stack.extend(edges(node))
-    return Below(rows, tuple(operations), numbers)
+    return rows, tuple(operations), tuple(numbers)
