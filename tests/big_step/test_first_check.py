@@ -21,7 +21,7 @@ from bigbatch import BigStep, Options, counted
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from tests.support.bombs import Restless, everything, restless_loss, seed
 from tests.support.messages import approve
-from tests.support.reference import trained
+from tests.support.reference import distance, trained, weights
 from tests.support.samples import mlp, rows
 
 Batch = tuple[Tensor, Tensor]
@@ -237,6 +237,12 @@ REFUSED = {
         samples=10,
         said="terms for single samples|coupled",
     ),
+    "one row of all": Refused(
+        lambda m, b: -m(b[0])[:, 0].view(1, -1).log_softmax(1).mul(b[0][:, 0]).sum(1).mean(), samples=12
+    ),
+    "keys of all": Refused(
+        lambda m, b: torch.bmm(m(b[0])[:, 0].view(1, -1, 1), b[0][:, 0].view(1, 1, -1)).square().mean(), samples=12
+    ),
     LACKING: Refused(lacking, sizes=(1, 2), said=r"counted\(0 \* loss, 0\)"),
     "a weak coupling beside BatchNorm": Refused(
         lambda m, b: plain(m, b) + 0.2 * advantages(m, b),  # its statistics do not excuse it: the check uses none
@@ -432,6 +438,27 @@ def test_exact_programs_are_not_accused(what: str, precision: str) -> None:
             _ = [step(data(20, number, dtype)) for number in range(2)]
         found.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+LONE: dict[str, Loss] = {
+    "parts of a sample": lambda m, b: F.softplus(-m(b[0]).flatten().view(len(b[0]), 4).sum(1)).mean(),
+    "a product for each sample": lambda m, b: -torch.einsum("bc,bc->b", m(b[0]), b[0][:, :4]).exp().mean(),
+    "choices of each sample": lambda m, b: torch.einsum("bd,bkd->bk", m(b[0]), b[0].view(-1, 2, 4)).exp().mean(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, "auto"])
+@pytest.mark.parametrize("what", LONE)
+def test_a_sample_alone_is_taken_for_one(what: str, size: Any) -> None:
+    """Where a graph does not show whether one row is a sample or all of them, the check does."""
+    loss, model, twin, batch = LONE[what], net(), net(), data(7)
+    step, optimizer = step_of(model, loss, size), torch.optim.SGD(trained(twin), lr=0.1)
+    for _ in range(2):
+        step(batch)
+        optimizer.zero_grad()
+        loss(twin, batch).backward()
+        optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
 
 
 class InBlocks(nn.Module):
