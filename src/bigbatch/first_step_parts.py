@@ -183,8 +183,10 @@ def _weights(terms: Sequence[Term], totals: Sequence[float], *, is_first: bool) 
     ]
     means = [share for term, share in zip(terms, shares, strict=True) if term.kind == "mean"]
     kinds = {term.kind for term in terms}
-    # Shares of means add up to 1 over the parts, so terms that count once come out right, too.
-    if len(terms) == 1 or kinds == {"sum"} or ("sum" not in kinds and means and math.isclose(min(means), max(means))):
+    # Shares of one mean add up to 1 over the parts, so terms that count once come out right, too. Of several means, all
+    # may have one share in some parts alone.
+    is_one = len(means) == 1 or (kinds == {"mean"} and math.isclose(min(means), max(means)))
+    if len(terms) == 1 or kinds == {"sum"} or ("sum" not in kinds and is_one):
         return Weights((means or shares)[0])
     return Weights(1.0, tuple((term.node, share) for term, share in zip(terms, shares, strict=True) if term.node))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -198,6 +198,7 @@ TERMS = ("masked", "mean", "sum", "selected", "counted", "once", "counted-once",
     micro_batch_sizes,
     seeds,
 )
+@example([("masked", 1.0), ("mean", 1.0), ("once", 1.0)], [1, 6], 1, 447)
 @settings(max_examples=40)
 def test_terms_with_counts_of_their_own(terms: list[tuple[str, float]], sizes: list[int], size: int, seed: int) -> None:
     """Any sum of means, sums and regularisers, each over something else."""

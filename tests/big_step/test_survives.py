@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -151,6 +151,7 @@ def test_a_sample_that_does_not_fit(number: int, size: Any) -> None:
     after=st.integers(0, 24),
     warm=st.booleans(),
 )
+@example(point="forward", error=lambda: StopIteration("done"), loss="one count", size="auto", after=2, warm=False)
 @settings(max_examples=40)
 def test_other_errors_leave_everything_as_it_was(
     *, point: str, error: Callable[[], BaseException], loss: str, size: Any, after: int, warm: bool

@@ -158,7 +158,9 @@ class Stage:
         # Timed apart: the first time of a shape is slow, and so is a CPU whose tensors are counted.
         seconds = self._seconds(run)
         if seconds < _SHORT:
-            seconds = min(seconds, *(self._seconds(run) for _ in range(_REPEATS)))
+            seconds = min(
+                seconds, *[self._seconds(run) for _ in range(_REPEATS)]
+            )  # a generator would turn a StopIteration
         return Probe(size, peak, seconds)
 
     def _peak(self, run: Callable[[], object]) -> int:
