@@ -1,6 +1,7 @@
 """The public function: check what was passed, and compare both sides on as many samples as fit."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
-from bigbatch.options import Options
+from bigbatch.options import Options, checked_loss_fn, checked_options
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import asked_aside
 from bigbatch.state.snapshot import untouched
@@ -21,11 +22,6 @@ from bigbatch.verification.runner import Runner
 from bigbatch.verification.weights import count_all
 
 _LEAST = 2  # samples: two micro-batches of one
-_LOSS_FN = "lambda model, batch: criterion(model(batch[0]), batch[1])"
-_WINDOW, _LOOP = (
-    "a function of a model and one window's micro-batches, a list",
-    "def train_window(model, micro_batches): ...",
-)
 
 
 def verify(
@@ -63,25 +59,18 @@ def verify(
             step an optimizer of torch once: what that steps with is compared. It may return its loss.
         options: those of your `BigStep`.
     """
-    models = arguments.models(model)
-    options = Options() if options is None else options
-    for name, what, given, is_right, fix in (
-        ("loss_fn", "a function of a model and a batch", loss_fn, _is_function(loss_fn), _LOSS_FN),
-        ("train_window", _WINDOW, train_window, _is_function(train_window), _LOOP),
-        ("options", "Options", options, isinstance(options, Options), "Options(check=False)"),
-    ):
-        if not is_right:
-            raise ConfigurationError(f"{name} must be {what}.", found=type(given).__name__, fix=fix)
+    models, loss_fn, options = arguments.models(model), checked_loss_fn(loss_fn), checked_options(options)
+    if isinstance(train_window, nn.Module) or not (train_window is None or callable(train_window)):
+        problem, found = "train_window must be a function.", type(train_window).__name__
+        raise ConfigurationError(problem, found=found, fix="def train_window(model, micro_batches): ...")
     whole, own = Batch.of(batch, collate=options.collate), ModelCopy(model)
     size = _checked_size(micro_batch_size, whole.size)
     halves = dict.fromkeys(max(_LEAST, whole.size >> times) for times in range(whole.size.bit_length()))
-    attempts = [(samples, wide) for wide in (True, False) for samples in halves]  # at last without float64
     failed: Exception = MemoryError()
     with untouched(models), torch.enable_grad(), asked_aside():
-        for samples, wide in attempts:
+        for wide, samples in product((True, False), halves):  # at last without float64
             is_whole = samples == whole.size
-            part = whole if is_whole else whole.only(range(samples))
-            at_once = size if is_whole else min(size, samples // 2)
+            part, at_once = (whole, size) if is_whole else (whole.only(range(samples)), min(size, samples // 2))
             try:
                 runner = Runner(own, loss_fn, part, at_once, options=options, train_window=train_window)
                 return _verification(runner, whole.size, wide=wide)
@@ -93,10 +82,6 @@ def verify(
     problem = f"out of memory with two samples; {missing(failed)}. The model is unchanged."
     fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
     raise OutOfMemory(problem, fix=fix) from failed
-
-
-def _is_function(given: object) -> bool:
-    return given is None or (callable(given) and not isinstance(given, nn.Module))
 
 
 def _checked_size(given: object, samples: int) -> int:

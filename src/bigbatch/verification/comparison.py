@@ -82,12 +82,7 @@ class Compared(NamedTuple):
 
 
 def compare(runner: Runner, *, wide: bool) -> Compared:
-    """Run both sides in the model's own dtype first, since what fails there is the user's own; then in float64.
-
-    Args:
-        runner: of the samples that fit.
-        wide: whether to try float64.
-    """
+    """Run both sides in the model's own dtype, since what fails there is the user's own; if `wide`, in float64."""
     own_whole, own = _run_whole(runner), _run_window(runner)
     own_whole = own_whole if runner.autocast is None else runner.whole()
     truth, window = own_whole, own
@@ -140,15 +135,14 @@ def _run_window(runner: Runner) -> Accumulated:
             raise
         if runner.refused is None and isinstance(error, BigBatchError):
             runner.refused = error
-            refusal = f"BigStep refuses this: {first_line(error)}\nThe figures are those of accumulating anyway."
-            runner.notes.append(refusal)
+            said = f"BigStep refuses this: {first_line(error)}"
+            runner.notes.append(f"{said}\nThe figures are those of accumulating anyway.")
         let_go(error, told=True)
         runner.by_samples = not runner.options.check
         runner.options = replace(runner.options, check=False)
         return _run_window(runner)
     runner.options = replace(runner.options, check=False)  # one check is enough
-    record = found.record
-    if record is None:
+    if (record := found.record) is None:
         return found
     runner.model.refuse_reached()
     if is_zero(found.gradients):
@@ -174,8 +168,7 @@ def _measured_rounding(runner: Runner, truth: Accumulated) -> Tolerance:
     doubled = max(difference(factor=2.0).values())  # a power of two is not rounded
     repeated = max(difference().values()) if doubled > EXACT else 0.0
     nonlinear = doubled if doubled > max(_NOT_LINEAR, FAR * repeated) else 0.0
-    size = runner.batch.size
-    order = [*range(1, size, 2), *range(0, size, 2)][::-1]
+    order = sorted(range(runner.batch.size), key=lambda at: (at % 2, -at))
     scaled = moved = runner.attempt(lambda: difference(1 / 7, order), None)  # a loss may want its own
     if moved is None or overall(moved) > EXACT:  # with dropout another order is more than rounding
         scaled = difference(1 / 3)
@@ -184,9 +177,7 @@ def _measured_rounding(runner: Runner, truth: Accumulated) -> Tolerance:
     small = EXACT if tolerance.is_precise else _reordered_sums(runner)
     tolerance.repeated = repeated if repeated > small and not nonlinear else 0.0
     if runner.judged_in == torch.float64 and not (tolerance.is_precise or tolerance.repeated or nonlinear):
-        runner.notes.append(
-            "Some of this model computes in less than float64, so equality is judged to the rounding of that."
-        )
+        runner.notes.append("Some of this model computes in less than float64: equality is judged to that rounding.")
     return tolerance
 
 

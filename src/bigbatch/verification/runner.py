@@ -186,11 +186,10 @@ class Runner:
             randomness.restore()
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
-        loss: Any = self.loss_fn(model, batch)
-        loss = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss  # noqa: PLR2004 - and extras
+        found: Any = self.loss_fn(model, batch)
+        loss: Tensor = found[0] if isinstance(found, tuple) and len(found) == 2 else found  # noqa: PLR2004 - and extras
         arguments.loss(loss)
-        found: Tensor = loss
-        return found
+        return loss
 
 
 def _draw_ahead(devices: frozenset[torch.device]) -> None:
