@@ -76,6 +76,14 @@ class OutOfMemory(BigBatchError, RuntimeError):
 class LossError(BigBatchError, ValueError):
     """This loss cannot be accumulated as it stands; nothing was added to any gradient."""
 
+    fix_of_term: str = ""  # what to type where the loss has other terms, too: a count of all of it would be wrong
+
+    def speak_of_term(self) -> None:
+        """Render the text for a loss of several terms."""
+        if self.fix_of_term:
+            self.fix = self.fix_in_step = self.fix_of_term
+            self.speak_to_step()
+
 
 class UnreadableLoss(LossError):
     """The loss's graph does not tell what it was averaged over."""

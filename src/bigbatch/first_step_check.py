@@ -290,7 +290,8 @@ _CAUSES = (
 _NO_SPLIT = "No split into micro-batches gives the big batch's gradient."
 _LACKING = (
     "Some parts lack a term that others have. Give every micro-batch each term, as counted(term, n) for n things, and "
-    "as counted(0 * loss, 0) where it does not apply."
+    "as counted(0 * loss, 0) where it does not apply. A loop with a loss for each sample is one term: "
+    "counted(torch.stack(losses).mean(), len(losses))."
 )
 _IN_LOCKSTEP = (
     "Common causes: rows of own samples begin at across.offset(); what is made of across.gather must be the same in "

@@ -110,6 +110,7 @@ def test_what_holds_no_samples(whole: Any) -> None:
     [
         ([torch.zeros(3, 8, 8) for _ in range(5)], torch.zeros(5)),
         {"images": tuple(torch.zeros(3, 8 + i, 8) for i in range(5)), "labels": torch.zeros(5), "ids": list("abcde")},
+        (torch.zeros(5, 3), [torch.tensor(i) for i in range(5)]),
         (tuple(torch.zeros(3, 8, 8) for _ in range(5)), tuple({"boxes": torch.zeros(i, 4)} for i in range(5))),
     ],
 )

@@ -3,7 +3,7 @@
 import gc
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -653,3 +653,13 @@ def test_a_warning_points_to_the_line_of_a_script() -> None:
     with pytest.warns(UserWarning, match="cannot be drawn again") as caught:
         exec(compile("step(batch)", "script.py", "exec"), named)  # noqa: S102 - as Python runs it
     assert caught[0].filename == "script.py"
+
+
+@pytest.mark.parametrize(
+    "output", [lambda z: z.squeeze(), lambda z: z.view(-1, 2, 4).diff(dim=1)[:, 0]], ids=["squeezed", "pairs"]
+)
+def test_a_program_that_cannot_run_one_sample_is_sized(output: Callable[[Tensor], Tensor]) -> None:
+    """Sizes are looked for from one sample on; where that fails, from two."""
+    model, batch = mlp()(), rows(8, 0)["x"]
+    step = BigStep(model, sgd(trained(model)), lambda m, b: F.cross_entropy(z := output(m(b[:, None])), z.argmax(1)))
+    assert not step(batch).skipped

@@ -184,3 +184,15 @@ def test_texts_are_approved(name: str) -> None:
         in_step.speak_to_step()
         approve("loss", f"{name}, in a BigStep", in_step)
         assert "accumulator" not in str(in_step)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_error_about_one_term_of_several_counts_that_term_alone(*, swapped: bool) -> None:
+    """Typed for the whole loss, its count would weigh the other terms by it."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    terms = [model(x).square().mean(), (model(x).sum(1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()]
+    with pytest.raises(UnreadableLoss) as caught:
+        accumulator.backward(terms[swapped] + terms[not swapped])
+    assert "counted(term, mask.sum())" in str(caught.value)
+    assert "backward(" not in str(caught.value)

@@ -186,7 +186,8 @@ def _refuse_columns(whole: Any) -> None:
         if isinstance(part, list | tuple) and not hasattr(part, "_fields") and len(part) > 1 and not is_plain_list(part)
     }
     rows = {_length(leaf) for key, part in parts.items() if key not in lists for _, leaf in leaves(part)} - {None}
-    inside = {_length(leaf) for part in lists.values() for _, leaf in leaves(part)} - {None}
+    every = [leaf for part in lists.values() for _, leaf in leaves(part)]
+    inside = {0 if isinstance(leaf, Tensor) and not leaf.dim() else _length(leaf) for leaf in every} - {None}
     numbers = rows | {len(part) for part in lists.values()}
     if lists and len(numbers) == 1 and not inside <= numbers and (rows or len(inside) > 1):
         key, part = next(iter(lists.items()))

@@ -52,20 +52,20 @@ def plan(
                 memory=memory,
                 on_probe=lambda size: advance(f"{size:,} samples at once"),
             )
-    next_step = _next(found)
+    next_step = _next(found, file.name)
     data, text = {"file": str(file), **dataclasses.asdict(found)}, f"{file.name}: {found}\n\nNext: {next_step}"
     answer(data, text, plan_page(found, name=file.name, next_step=next_step), as_json=as_json, html=html)
     if found.size is None:
         raise typer.Exit(FAILED)
 
 
-def _next(found: "Plan") -> str:
+def _next(found: "Plan", name: str) -> str:
     if found.refused:
-        return "bigbatch verify, which looks for what the loss should be."
+        return f"bigbatch verify {name}, which looks for what the loss should be."
     if found.size is None:
         return "make room as above, and plan again."
     size = "no micro_batch_size" if found.steps == 1 else f"micro_batch_size={found.size}"
-    return f"bigbatch train, with {size} in the Setup."
+    return f"bigbatch train {name}, with {size} in the Setup."
 
 
 def verify(  # noqa: PLR0917 - each is an option of the command

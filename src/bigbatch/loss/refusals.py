@@ -25,12 +25,14 @@ _WORDS = {
 
 
 def _refused(kind: type[LossError], problem: str, fix: str, *counts: tuple[str, str]) -> LossError:
-    """Make an error; `counts` fill in how a count of a loss is typed, in a loop and in a loss_fn."""
-    return kind(
+    """Make an error; `counts` fill in how a count of a loss is typed, in a loop, in a loss_fn, and of one term."""
+    error = kind(
         problem,
         fix=fix.format(*(f"accumulator.backward({loss}, count={n})" for loss, n in counts)),
         fix_in_step=fix.format(*(f"return counted({loss}, {n})" for loss, n in counts)),
     )
+    error.fix_of_term = fix.format(*(f"counted({'term' if loss == 'loss' else loss}, {n})" for loss, n in counts))
+    return error
 
 
 def _unread(problem: str, instead: str = "", *, kind: type[LossError] = UnreadableLoss) -> Callable[..., LossError]:

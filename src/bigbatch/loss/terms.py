@@ -7,11 +7,14 @@ d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bigbatch.errors import LossError
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Term
 from bigbatch.loss.divisors import number_of, numbers, read_factors, warn_of_shares
@@ -44,7 +47,8 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
     stack = [Scalar((root, loss.output_nr))]
     while stack:
         place = stack.pop()
-        below = _step(place, trail)
+        with _spoken_of_term() if stack or terms else nullcontext():
+            below = _step(place, trail)
         if isinstance(below, Term):
             below.node = place.pinned or below.node
             terms.append(below)
@@ -55,7 +59,7 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
         for number, term in enumerate(terms, 1):
             term.name = _ZERO if term.name == _ZERO else f"{term.name} ({number} of {len(terms)})"
         terms = [term for term in terms if term.name != _ZERO]
-    if not trail.known.divisors:  # else values are compared
+    if not trail.known.divisors:  # else gradients are compared
         warn_of_shares(shares, trail)
     for unbind in trail.unbound:
         used = {number for other in trail.nodes for below, number in edges(other) if below is unbind}
@@ -65,6 +69,16 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
         users = sum(below is term.node for other in trail.nodes for below, _ in edges(other))
         term.shared = term.node is not None and users > 1
     return terms
+
+
+@contextmanager
+def _spoken_of_term() -> Iterator[None]:
+    """Have errors say what to type where the loss has other terms, too."""
+    try:
+        yield
+    except LossError as error:
+        error.speak_of_term()
+        raise
 
 
 def _step(  # noqa: C901, PLR0911 - one way out per kind of operation

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bigbatch.batch.split import balanced
-from bigbatch.errors import OutOfMemory
+from bigbatch.errors import OutOfMemory, SeveralCounts
 from bigbatch.memory.budget import human
 
 MARGIN = 0.03  # of the budget, left free: an allocator's holes, and what a step holds that a probe does not
@@ -83,7 +83,14 @@ def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: 
         margin: the part of the budget to leave free.
     """
     search = _Search(probe, largest, int(budget * (1 - margin)))
-    if not (first := search.look(1)).fits(search.limit):
+    try:
+        first = search.look(1)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        # Some programs cannot run one sample alone, as those that squeeze the model's output.
+        if largest == 1 or isinstance(error, SeveralCounts | OutOfMemory):
+            raise
+        first = search.look(2)
+    if not first.fits(search.limit):
         found, peak = f"ran out of memory; the budget is {human(budget)}", first.peak_bytes
         if peak is not None:
             found = (
