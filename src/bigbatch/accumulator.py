@@ -448,7 +448,7 @@ class Accumulator:
                 self._loop = no_loop()
             raise
         finally:
-            if source is not None and not (source.iterator is loader and source.held):
+            if source in self._sources and not (source.iterator is loader and source.held):
                 self._sources.remove(source)
 
     def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError
-from tests.support.reference import accumulated, assert_equal, big_batches, sgd
-from tests.support.samples import CLASSES, STEPS, Batch, Loss, images, mlp, rows, seeded, sequences
+from tests.support.reference import accumulated, assert_equal, big_batches, distance, sgd, trained
+from tests.support.samples import CLASSES, STEPS, Batch, Loss, images, join, mlp, rows, seeded, sequences
 
 LossFunction = Callable[[Any, Batch], Any]
 
@@ -171,3 +171,36 @@ def test_parts_of_samples_and_samples_that_both_change_are_refused() -> None:
     accumulator.backward(loss(model, {**rows(2, 1), "part": torch.ones(2)}))
     with pytest.raises(LossError, match="which of two means"):
         accumulator.backward(loss(model, {**rows(3, 2), "part": torch.ones(3)}))
+
+
+VIEWS: dict[str, LossFunction] = {
+    "two rows a sample": lambda m, b: sum(twice(m, b)) / len(b["x"]),
+    "two rows, stacked": lambda m, b: torch.stack(twice(m, b)).sum() / len(b["x"]),
+    "two rows, times": lambda m, b: 1 / len(b["x"]) * sum(twice(m, b)),
+    "two rows, both divided": lambda m, b: sum(twice(m, b)) / len(b["x"]) / 2,
+    "half of a mean": lambda m, b: sum(entropies(m, b)) / (2 * len(b["x"])),
+}
+
+
+def twice(m: Any, b: Batch) -> list[Tensor]:
+    """A loss of each of two views of each sample."""
+    labels = b["label"].repeat(2)
+    return [F.cross_entropy(out, label) for out, label in zip(m(torch.cat([b["x"], b["x2"]])), labels, strict=True)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+@pytest.mark.parametrize("name", VIEWS)
+def test_sums_that_are_divided_by_another_number_than_their_rows(name: str, size: int) -> None:
+    """Exact or refused: it is no sum times a constant."""
+    model, parts = mlp()(), [rows(size, number) for number in range(3)]
+    true = torch.autograd.grad(VIEWS[name](model, join(parts)), trained(model))
+    accumulator = Accumulator(model, torch.optim.SGD(trained(model), lr=0.0), steps=3)
+    seen: list[Tensor] = []
+    accumulator.before_step(lambda: seen.extend(p.grad.clone() for p in trained(model) if p.grad is not None))
+    try:
+        for part in parts:
+            accumulator.backward(VIEWS[name](model, part))
+    except LossError:
+        accumulator.discard()
+    else:
+        assert distance(seen, true) <= 1e-12

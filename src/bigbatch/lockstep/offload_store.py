@@ -75,6 +75,7 @@ class Offload:
         self._largest = 0
         self._leaving: deque[tuple[int, Tensor]] = deque()
         self._leaving_bytes = 0
+        self._kind: tuple[int, ...] = ()  # the sizes of what was saved, by which windows are alike
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}  # where gradients have been, and read when
         self._coming_home = Homecoming(self._device, self._inward, self._outs)
         # A loss may be looked at before it goes back.

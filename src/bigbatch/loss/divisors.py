@@ -146,6 +146,13 @@ def divides_by(factor: Node, count: float) -> bool:
     return bool(number) and abs(_divisor_of(operation(factor), number or 1.0) - count) <= 1e-9 * count
 
 
+def may_count(factor: Node, rows: int) -> bool:
+    """Tell whether a factor may be by samples that have several rows each: `sum(losses) / len(x)` of two views."""
+    number = python_number(factor, "other")
+    by = _divisor_of(operation(factor), number) if number else 1.0
+    return by > 1 and any(abs(each - round(each)) <= 1e-9 * each for each in (by / rows, rows / by))
+
+
 def _meanings(factor: Node, number: float, at: int, sizes: Sizes, trail: Trail) -> set[bool]:
     """Tell whether a number takes a mean over samples (True) or is a constant, after the sizes, and others before."""
     name = operation(factor)

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from bigbatch.errors import LossError
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term
-from bigbatch.loss.divisors import Sizes, divides_by, factors_below
+from bigbatch.loss.divisors import Sizes, divides_by, factors_below, may_count
 from bigbatch.loss.graph import TELLS_ITS_HOOK, Edge, edges, operation, saved, saved_dims, saved_tensor, shape, size_of
 from bigbatch.loss.layout import PICKED, Axis, Dim, Layout, Part
 from bigbatch.loss.origin import Origin, Trail, is_made_of
@@ -189,6 +189,8 @@ class _Chain:
         divided = next((factor for factor in factors if divides_by(factor, number)), None)
         if divided is not None:
             self.kinds = ["Mean"]
+        elif any(may_count(factor, number) for factor in factors):
+            return None
         averaged = "Mean" in self.kinds
         if len(inner) > averaged or 0.0 in inner or (trail.known.time_first and not flat):
             return None
