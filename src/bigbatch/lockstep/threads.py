@@ -98,17 +98,17 @@ class Crew:
         number = len(round_.sizes)
         if not all(seat.is_alive() for seat in self._seats):
             _dismiss(self._seats)  # in a process that was forked, none is left
-        try:
-            while len(self._seats) < number:
-                self._seats.append(_Seat(len(self._seats)))  # first: an interrupt leaves no thread that nobody ends
+        for place in range(len(self._seats), number):
+            self._seats.append(_Seat(place))  # first: an interrupt leaves no thread that nobody ends
+            try:
                 self._seats[-1].start()
-        except RuntimeError as error:
-            self._seats.pop()
-            raise ConfigurationError(
-                f"micro-batches in lock-step have a thread each, and the system started {len(self._seats):,} of "
-                f"{number:,}: {error}.",
-                fix="fewer, larger micro-batches:  BigStep(..., micro_batch_size=...); or a higher limit (ulimit -u)",
-            ) from error
+            except RuntimeError as error:
+                self._seats.pop()
+                raise ConfigurationError(
+                    f"micro-batches in lock-step have a thread each, and the system started {place:,} of {number:,}: "
+                    f"{error}.",
+                    fix="fewer, larger micro-batches:  BigStep(..., micro_batch_size=...); or ulimit -u",
+                ) from error
         if number == 1:
             carried = replace(carried, processor=None)  # nobody takes turns with it
         return _Turns(task, self._seats[:number], carried, round_).run()
