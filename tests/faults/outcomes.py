@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 # a window or an interrupt is gone. leaked: something was left changed. unclear: an error that tells nothing.
 OUTCOMES = ("fine", "not reached", "wrong", "lost", "leaked", "hang", "unclear")
 _START, _LIMIT = 600.0, 60.0  # seconds until a process is ready; and without an outcome, then it hangs
+_END = 5.0  # seconds in which it may end by itself
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def run_cases(module: str, cases: Sequence[Case]) -> Iterator[Outcome]:
             left.pop(0)
             yield Outcome("lost", f"the process ended with status {child.exitcode}")
         finally:
+            ours.close()
+            child.join(_END)  # by itself, it ends the ranks that it has started
             child.kill()
             child.join()
 
