@@ -1,5 +1,6 @@
 """Micro-batches come in, updates come out."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -108,7 +109,9 @@ class Accumulator:
             skip_nonfinite=skip_nonfinite,
             team=team_of(found, group, overlap=overlap, trained=all_parameters(optimizers)),
         )
-        self._admission = Admission(found, optimizers, batch_norm, accepting='Accumulator(..., batch_norm="micro")')
+        me, accepting = weakref.ref(self), 'Accumulator(..., batch_norm="micro")'
+        is_one = lambda: (owner := me()) is not None and owner._loop.is_of_one()  # noqa: E731, SLF001
+        self._admission = Admission(found, optimizers, batch_norm, accepting, is_one=is_one)
         self._stepper.watch()
         self._team = self._stepper.team
         self._team.serve(self)
@@ -441,6 +444,7 @@ class Accumulator:
                     if source is not None and source.iterator is loader and not loop.repeated:
                         source.held.appendleft(batch)
                     raise
+                loop.batch = batch
                 yield batch
             self._end(loop)  # nothing comes after it: an error would not tell of its update
         except BaseException:  # also GeneratorExit, of `break`
@@ -448,6 +452,7 @@ class Accumulator:
                 self._loop = no_loop()
             raise
         finally:
+            loop.batch = None
             if source in self._sources and not (source.iterator is loader and source.held):
                 self._sources.remove(source)
 

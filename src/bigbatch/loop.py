@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from bigbatch.batch.tree import digest
+from bigbatch.batch.tree import digest, leaves
 from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.loss.count import Count, TotalOfSum, checked_count, finite
 
@@ -29,8 +30,13 @@ class Loop:
     last: bool = False  # whether it is the loader's last
     totals: tuple[Count, ...] | None = None  # of its window, where they are counted in advance
     repeated: bool = False  # whether it was given out before, so that this rank passes by with the others
+    batch: Any = None  # at hand
     asked: int = 0  # how often anyone had asked for other micro-batches when it was given out
     promised: bool = True  # whether other ranks expect a window of it: those that begin expect one at least
+
+    def is_of_one(self) -> bool:
+        """Whether the batch at hand has one sample: one row in each of its tensors."""
+        return {leaf.shape[0] for _, leaf in leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim()} == {1}
 
 
 def no_loop() -> Loop:

@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import counted
+from bigbatch import Accumulator, counted
+from bigbatch.errors import LossError
 from tests.audit.judge import Batch, judge, judge_big_step
+from tests.support.reference import distance, sgd, trained
+from tests.support.samples import join, mlp, rows
 
 
 class Layers(nn.Module):
@@ -145,3 +148,24 @@ def test_samples_that_meet_are_refused(name: str) -> None:
 def test_rows_by_labels_are_taken_as_counted(name: str) -> None:
     """`counted` says that they are each sample's own: nothing is refused."""
     assert judge(layers(), lambda m, b: counted(BY_LABELS[name](m, b), len(b["x"])), windows()).outcome != "refused"
+
+
+LONE: dict[str, Callable[[Any, Any], Tensor]] = {
+    "parts of a sample": lambda m, b: F.softplus(-m(b["x"].repeat_interleave(4, 0))[:, 0].view(-1, 4).sum(1)).mean(),
+    "a product for each sample": lambda m, b: -torch.einsum("bc,bc->b", m(b["x"]), b["value"]).exp().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_one_row_is_one_sample_where_the_batch_has_one(name: str) -> None:
+    """Of a loop over batches the size is known; else the row may be all samples."""
+    model, parts = mlp()(), [rows(1, number) for number in range(3)]
+    true = torch.autograd.grad(LONE[name](model, join(parts)), trained(model))
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    seen: list[Tensor] = []
+    accumulator.before_step(lambda: seen.extend(p.grad.clone() for p in trained(model) if p.grad is not None))
+    with pytest.raises(LossError):
+        accumulator.backward(LONE[name](model, parts[0]))
+    for part in accumulator.over(parts):
+        accumulator.backward(LONE[name](model, part))
+    assert distance(seen, true) <= 1e-12

@@ -27,6 +27,7 @@ class Surroundings:
     is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
     time_first: bool = False  # a layer takes (time, batch, ...), so that samples may lie second
+    is_one: Callable[[], bool] = lambda: False  # whether the micro-batch at hand is known to be one sample
     # A tensor that divides a sum is taken for its count, and what is set against samples for theirs: it is checked.
     divisors: bool = False
 

@@ -376,12 +376,12 @@ class Samples:
     def _one_sample(self, size: int) -> bool:
         """Whether what was seen as one row is one sample, as `x.view(1, k)` of k parts: if it was for several.
 
-        Where that is checked, the first one is taken for one, too.
+        Or if the micro-batch is known to be one; where that is checked, it is taken for one in any case.
         """
         key = self.trail.kind("rows")
         if size > 1:
             self.trail.precedents[key] = True
-        return key in self.trail.precedents or self.trail.known.divisors
+        return key in self.trail.precedents or self.trail.known.divisors or self.trail.known.is_one()
 
     def _written(self, fits: list[Place]) -> Place | None:
         """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
@@ -399,7 +399,8 @@ class Samples:
                 raise refusals.coupled("Unbind")
             self.one_by_one = self._stacked
             self.trail.unbound.update(node for node, _, _ in self._seen if operation(node) == "Unbind")
-        for name, axes in () if self.trail.known.divisors else self.batched:
+        known = self.trail.known
+        for name, axes in () if known.divisors or known.is_one() else self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
         self.trail.samples.update(n for n, tag in self.parts if self.axes and matches(tag, self.axes[0]))

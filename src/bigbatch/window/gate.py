@@ -1,7 +1,7 @@
 """What a loss must pass before its gradient is added: no BatchNorm by the micro-batch, terms that can be read."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
@@ -39,10 +39,12 @@ class Admission:
         accepting: str,
         *,
         divisors: bool = False,
+        is_one: Callable[[], bool] = lambda: False,
     ) -> None:
         """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms.
 
         `divisors`: a tensor that divides a sum is its count, as in `(loss * mask).sum() / mask.sum()`; to be checked.
+        `is_one`: whether the micro-batch at hand is known to be one sample.
         """
         self.exact = batch_norm == "exact"
         self.side_by_side = 0  # how many micro-batches run in lock-step, where they do
@@ -56,6 +58,7 @@ class Admission:
             is_weight=FrozenWeights(self.models, partial(whole_weights, parts)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
             divisors=divisors,
+            is_one=is_one,
         )
         self.reader, self.hints, self._own = Reader(surroundings), Hints(), surroundings.own
         self._scanned: set[int] = set()  # kinds of graphs that were looked through as a whole
