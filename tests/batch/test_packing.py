@@ -140,10 +140,10 @@ def test_a_packed_batch_is_the_untrimmed_one(
     width = max(lengths) + extra
     for part in seen:  # of the last step, in which nothing is compared
         longest, number = max(1, int(part["lengths"].max()) + (how == "larger")), len(part["lengths"])
-        if how == "larger" and not extra:
-            longest = width  # of lengths beyond the padding nobody knows what they are of, and nothing is trimmed
+        # Of lengths beyond the padding nobody knows what they are of, and nothing is trimmed.
+        wide = width if how == "larger" and not extra else min(longest, width)
         for name in ("tokens", "attention_mask", "labels", "position_ids"):
-            assert part[name].shape == (number, min(longest, width))
+            assert part[name].shape == (number, wide)
         assert number == 1 or budget == "auto" or number * longest <= budget
         assert number <= (most or number)
     assert loss == "both" or how == "larger" or step.padding.padded == sum(part["tokens"].numel() for part in seen)
